@@ -1,0 +1,32 @@
+"""The three ways octavo says no, all raised before anything is compiled or launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OctavoError(Exception):
+    """Base of every error that octavo raises on purpose."""
+
+
+class InvalidInput(OctavoError, ValueError):
+    """An argument is malformed: the message says what was needed and what came."""
+
+    def __init__(self, needed: str, came: object = None) -> None:
+        super().__init__(needed if came is None else f"{needed}; came {came}")
+
+
+class Unsupported(OctavoError):
+    """A well-formed request that no (or not the named) backend can run.
+
+    ``reasons`` holds one sentence per broken rule, with the value found; ``nearest`` the smallest known change
+    that would be supported, or None.
+    """
+
+    def __init__(self, what: str, reasons: Sequence[str], nearest: str | None = None) -> None:
+        self.reasons = tuple(reasons)
+        self.nearest = nearest
+        lines = [what, *(f"  - {reason}" for reason in self.reasons)]
+        if nearest:
+            lines.append(f"  nearest supported: {nearest}")
+        super().__init__("\n".join(lines))
