@@ -1,0 +1,59 @@
+# make demo, make test: each sets up a .venv in this checkout first, everything by name from the package index.
+#   PYTHON=python3.12   the Python to make it with
+#   VENV=system         use PYTHON as it is: no .venv, nothing installed (a GPU machine that already has torch)
+#   ARGS="..."          further arguments for `octavo demo` or pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifeq ($(VENV),system)
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+endif
+
+# Two processes of one thread each are faster than one of two threads: the tests' tensors are small.
+PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo -n 2)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q
+
+.PHONY: help setup demo test test-all test-gpu check format
+
+help:
+	@echo 'make demo       a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
+	@echo 'make test       style, types, unit tests and the code in the docs; no GPU needed'
+	@echo 'make test-all   the same and the slow tests'
+	@echo 'make test-gpu   the tests that need an NVIDIA GPU'
+	@echo 'make format     rewrite the files in the project style'
+
+setup:
+	@$(PYTHON) tools/environment.py $(VENV)
+
+demo: setup
+	$(PY) -m octavo demo $(ARGS)
+
+test: check
+	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' $(ARGS)
+
+test-all: check
+	$(PYTEST) $(PARALLEL) -m 'not gpu' $(ARGS)
+
+test-gpu: setup
+	$(PY) -m pytest -q -m gpu $(ARGS)
+
+check: setup
+	$(call tool,ruff,check .)
+	$(call tool,ruff,format --check .)
+	$(call tool,pyright,--pythonpath $(PY))
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# A .venv has every tool. A system Python may not: that is said, and the tests still run.
+ifeq ($(VENV),system)
+tool = @if $(PY) -c 'import $(1)' 2>/dev/null; then $(PY) -m $(1) $(2); else echo '$(1) is not installed: $(1) $(2) left out'; fi
+else
+tool = $(PY) -m $(1) $(2)
+endif

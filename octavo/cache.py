@@ -1,0 +1,313 @@
+"""PagedCache: the bytes of one layer's keys and values, with the dtype, layout and scales they are to be read by.
+
+Those four travel as one object, so that a wrong mix cannot be expressed: a kernel is handed the cache, never loose bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+
+from . import ops
+from .calls import CacheBytes
+from .errors import InvalidInput, Unsupported
+from .formats import FORMATS, check_scale
+from .layouts import Strides, layout_reasons, leaf_column, shapes
+from .reference.attention import gather
+from .spec import AttentionSpec, dtype_name
+
+log = logging.getLogger("octavo")
+
+Scale = torch.Tensor | float | None
+
+
+class PagedCache:
+    """Keys and values of one layer in pages. Made by `allocate` or `view`.
+
+    Attributes:
+        spec: shapes, kv_dtype, layout and scale granularity.
+        k, v: views of the memory: uint8 for FP8, the dtype itself otherwise. nhd [pages, P, Hk, D], hnd [pages, Hk, P, D],
+            leaf [pages, Hk, P, D] and V [pages, Hk, Dv, P] with the columns in the leaf order. An MLA cache's v is the
+            head of its k.
+        k_scale, v_scale: fp32 [] (tensor), [Hk] (head) or [pages, Hk, P] (token_head); None means 1.0; a 16-bit cache has none.
+        counters: int32 [2]: rows skipped because their slot lies outside the pool (on a GPU), NaN elements written as 0.
+    """
+
+    def __init__(self, spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor, k_scale: Scale, v_scale: Scale) -> None:
+        self.spec = spec
+        self.k, self.v = k, v
+        self.num_pages = int(k.shape[0])
+        self.device = k.device
+        k_scale, v_scale = self._scales(k_scale, v_scale)
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.counters = torch.zeros(2, dtype=torch.int32, device=k.device)
+        self._spec_json = spec.to_json()
+        self._k_pool, self._v_pool, self._strides = _pools(spec, k, v)
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: AttentionSpec,
+        num_pages: int,
+        device: Any = "cuda",
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> PagedCache:
+        """A zeroed cache of `num_pages` pages on `device`.
+
+        k_scale, v_scale: as in the class; a Python number fills the shape. With token_head they are made here and
+        written by `append`. Raises InvalidInput for scales that are not finite and positive or of another shape,
+        Unsupported where the layout cannot hold the spec.
+        """
+        _check_layout(spec)
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
+            raise InvalidInput("num_pages must be a positive integer", repr(num_pages))
+        storage = FORMATS[spec.kv_dtype].storage
+        k_shape, v_shape = shapes(spec, num_pages)
+        if spec.mla:
+            k = torch.zeros(k_shape, dtype=storage, device=device)
+            return cls(spec, k, k[..., : spec.value_dim], k_scale, v_scale)
+        if spec.layout != "leaf":
+            k = torch.zeros(k_shape, dtype=storage, device=device)
+            return cls(spec, k, torch.zeros(v_shape, dtype=storage, device=device), k_scale, v_scale)
+        k_head = spec.page_size * spec.head_dim
+        pool = torch.zeros(
+            (num_pages, spec.num_kv_heads, k_head + spec.page_size * spec.value_dim), dtype=storage, device=device
+        )
+        k = pool[..., :k_head].unflatten(-1, k_shape[2:])
+        return cls(spec, k, pool[..., k_head:].unflatten(-1, v_shape[2:]), k_scale, v_scale)
+
+    @classmethod
+    def view(
+        cls,
+        spec: AttentionSpec,
+        k_bytes: torch.Tensor,
+        v_bytes: torch.Tensor | None = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+    ) -> PagedCache:
+        """A cache over memory that an engine owns, in the shapes that the class lists; nothing is copied.
+
+        k_bytes, v_bytes: uint8 or the spec's own dtype; any page and head strides, any slot stride in nhd and hnd, the
+        last dimension contiguous. In the leaf layout a page and head's K and V^T are contiguous each, and addresses and
+        the page and head strides multiples of 16 bytes. v_bytes is None for MLA.
+        Raises InvalidInput for another dtype, shape or stride, naming what was needed and what came.
+        """
+        _check_layout(spec)
+        k = _as_storage("k_bytes", spec, k_bytes)
+        if spec.mla:
+            if v_bytes is not None:
+                raise InvalidInput("v_bytes must be None for an MLA cache, whose value is the head of its key")
+            v = k[..., : spec.value_dim]
+        elif v_bytes is None:
+            raise InvalidInput("v_bytes must be a tensor", "None")
+        else:
+            v = _as_storage("v_bytes", spec, v_bytes)
+        k_shape, v_shape = shapes(spec, k.shape[0])
+        for name, tensor, shape in (("k_bytes", k, k_shape), ("v_bytes", v, v_shape)):
+            if tuple(tensor.shape) != shape:
+                raise InvalidInput(f"{name} must have shape {list(shape)} for layout {spec.layout}", list(tensor.shape))
+            if tensor.stride(-1) != 1:
+                raise InvalidInput(f"{name} must be contiguous in its last dimension", f"stride {tensor.stride(-1)}")
+            if spec.layout == "leaf":
+                _check_leaf_strides(name, tensor)
+        if k.device != v.device:
+            raise InvalidInput("k_bytes and v_bytes must be on one device", f"{k.device} and {v.device}")
+        return cls(spec, k, v, k_scale, v_scale)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
+        """Quantise and write new tokens: k [T, Hk, D], v [T, Hk, Dv] (None for MLA), slots int64 [T] = page * P + offset.
+
+        k and v are bfloat16, float16 or float32 of any strides and may have more rows than slots has. Slot -1 skips a
+        row; a slot outside the pool is refused on a CPU (InvalidInput) and skipped and counted on a GPU. One launch.
+        """
+        spec = self.spec
+        rows = slots.shape[0]
+        _check_new("k", k, rows, spec.num_kv_heads, spec.head_dim)
+        if spec.mla:
+            if v is not None:
+                raise InvalidInput("v must be None for an MLA cache, whose value is the head of its key")
+        elif v is None:
+            raise InvalidInput("v must be a tensor", "None")
+        else:
+            _check_new("v", v, rows, spec.num_kv_heads, spec.value_dim)
+        if slots.dtype != torch.int64 or slots.dim() != 1:
+            raise InvalidInput("slots must be int64 [T]", f"{dtype_name(slots.dtype)} {list(slots.shape)}")
+        if k.device != self.device or slots.device != self.device:
+            raise InvalidInput(f"k, v and slots must be on {self.device}", f"{k.device} and {slots.device}")
+        written = spec.fp8 and spec.scale_granularity == "token_head"
+        v_scale = None if spec.mla else self.v_scale
+        ops.append(
+            k,
+            v,
+            slots,
+            self._k_pool,
+            self._v_pool,
+            None if written else self.k_scale,
+            None if written else v_scale,
+            self.k_scale if written else None,
+            v_scale if written else None,
+            self.counters,
+            list(self._strides),
+            self._spec_json,
+        )
+
+    def gather(self, page_table_row: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first n tokens of the sequence whose page ids are page_table_row [max pages]: fp32 k [n, Hk, D], v [n, Hk, Dv], dequantised."""
+        if n < 0 or n > page_table_row.shape[0] * self.spec.page_size:
+            raise InvalidInput(f"n must be in [0, {page_table_row.shape[0] * self.spec.page_size}]", n)
+        k, v, _ = gather(self.spec, self.bytes(), page_table_row, 0, n, torch.float32)
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def convert(self, layout: str) -> PagedCache:
+        """A new cache with the same pages, stored elements and scales in another layout. Raises Unsupported where it cannot hold them."""
+        target = PagedCache.allocate(dataclasses.replace(self.spec, layout=layout), self.num_pages, self.device)
+        target.k_scale, target.v_scale = _clone(self.k_scale), _clone(self.v_scale)
+        target.bytes().k_view(target.spec).copy_(self.bytes().k_view(self.spec))
+        if not self.spec.mla:
+            v, order = self._v_tokens()
+            into, into_order = target._v_tokens()
+            into[:, :, into_order] = v[:, :, order]
+        return target
+
+    def bytes(self) -> CacheBytes:
+        """The memory and scales as a kernel takes them."""
+        v_pool = self._k_pool if self._v_pool is None else self._v_pool
+        return CacheBytes(self._k_pool, v_pool, self._strides, self.k_scale, self.v_scale)
+
+    def _v_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """V as [pages, Hk, P, Dv] in the order it is stored, and where token t is in it: int64 [P]."""
+        view, size = self.bytes().v_view(self.spec), self.spec.page_size
+        if self.spec.layout == "leaf":
+            return view.transpose(2, 3), torch.tensor([leaf_column(t) for t in range(size)], device=self.device)
+        return view, torch.arange(size, device=self.device)
+
+    def _scales(self, k_scale: Scale, v_scale: Scale) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        spec = self.spec
+        if not spec.fp8:
+            if k_scale is not None or v_scale is not None:
+                _say_once(f"a {spec.kv_dtype} cache has no scales: the given ones are not used")
+            return None, None
+        if spec.mla and v_scale is None:
+            v_scale = k_scale
+        elif (k_scale is None) != (v_scale is None):
+            _say_once(f"{'k' if k_scale is None else 'v'}_scale is missing and means 1.0")
+        shape = {
+            "tensor": (),
+            "head": (spec.num_kv_heads,),
+            "token_head": (self.num_pages, spec.num_kv_heads, spec.page_size),
+        }[spec.scale_granularity]
+        k = self._scale("k_scale", k_scale, shape)
+        if spec.mla:
+            if v_scale is not k_scale:
+                raise InvalidInput("an MLA cache has one scale: v_scale must be None or k_scale itself")
+            return k, k
+        return k, self._scale("v_scale", v_scale, shape)
+
+    def _scale(self, name: str, scale: Scale, shape: tuple[int, ...]) -> torch.Tensor | None:
+        if scale is None:
+            made = self.spec.scale_granularity == "token_head"
+            return torch.ones(shape, dtype=torch.float32, device=self.device) if made else None
+        if not isinstance(scale, torch.Tensor):
+            check_scale(name, scale, ())
+            return torch.full(shape, float(scale), dtype=torch.float32, device=self.device)
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            check_scale(name, scale, shape)
+        return scale.detach().reshape(shape).to(self.device, torch.float32)
+
+    def __repr__(self) -> str:
+        s = self.spec
+        return (
+            f"PagedCache({self.num_pages} pages of {s.page_size}, {s.num_kv_heads} x {s.head_dim}/{s.value_dim}, "
+            f"{s.kv_dtype}, {s.layout}, scales {s.scale_granularity if s.fp8 else 'none'}, {self.device})"
+        )
+
+
+def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size: int) -> torch.Tensor:
+    """Page ids of an engine's pages as ids of the smaller pages that a cache is viewed in, on the device.
+
+    page_table int32 [B, n] in pages of `page_size` tokens -> int32 [B, n * r], r = page_size / kernel_page_size: page p is
+    pages p r .. p r + r - 1. Ids that are negative, or too large for int32 afterwards, become -1. Raises InvalidInput
+    unless kernel_page_size divides page_size.
+    """
+    if page_size % kernel_page_size:
+        raise InvalidInput("the kernel's page size must divide the engine's", f"{kernel_page_size} and {page_size}")
+    ratio = page_size // kernel_page_size
+    ids = page_table.to(torch.int64)[..., None] * ratio + torch.arange(ratio, device=page_table.device)
+    ids = torch.where((page_table[..., None] < 0) | (ids > torch.iinfo(torch.int32).max), -1, ids)
+    return ids.flatten(-2).to(torch.int32)
+
+
+def _pools(spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Strides]:
+    """Flat aliases of the memory under k and v (None where one covers both) and the strides into them.
+
+    An op that is handed one flat pool mutates one input, which torch.compile can follow; two overlapping views it cannot.
+    """
+    together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    k_start, v_start = k.storage_offset(), v.storage_offset()
+    start = min(k_start, v_start) if together else k_start
+    end = max(_end(k), _end(v)) if together else _end(k)
+    k_pool = k.as_strided((end - start,), (1,), start)
+    v_pool = None if together else v.as_strided((_end(v) - v_start,), (1,), v_start)
+    k_page, k_head, k_slot = _page_head_slot(spec, k)
+    v_page, v_head, v_slot = _page_head_slot(spec, v)
+    v_offset = v_start - start if together else 0
+    return k_pool, v_pool, Strides(k.shape[0], k_start - start, k_page, k_head, k_slot, v_offset, v_page, v_head, v_slot)
+
+
+def _page_head_slot(spec: AttentionSpec, t: torch.Tensor) -> tuple[int, int, int]:
+    page, one, two, _ = t.stride()
+    return (page, two, one) if spec.layout == "nhd" else (page, one, two)
+
+
+def _end(t: torch.Tensor) -> int:
+    return t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+
+
+def _clone(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale is None else scale.clone()
+
+
+def _check_layout(spec: AttentionSpec) -> None:
+    reasons = layout_reasons(spec)
+    if reasons:
+        raise Unsupported(f"layout {spec.layout} cannot hold this cache", reasons, "layout='nhd'")
+
+
+def _as_storage(name: str, spec: AttentionSpec, t: torch.Tensor) -> torch.Tensor:
+    """`t` as storage elements; its dtype must be the spec's, or uint8 for FP8."""
+    format = FORMATS[spec.kv_dtype]
+    if t.dtype not in (format.dtype, format.storage):
+        raise InvalidInput(f"{name} must hold {spec.kv_dtype}, the spec's kv_dtype", dtype_name(t.dtype))
+    if t.dim() != 4:
+        raise InvalidInput(f"{name} must have 4 dimensions", list(t.shape))
+    return t if t.dtype == format.storage else t.view(format.storage)
+
+
+def _check_leaf_strides(name: str, t: torch.Tensor) -> None:
+    if t.stride(2) != t.shape[3]:
+        raise InvalidInput(f"{name} must be contiguous within a page and head for layout leaf", f"strides {t.stride()}")
+    if t.stride(0) % 16 or t.stride(1) % 16 or t.data_ptr() % 16:
+        raise InvalidInput(
+            f"{name} must have its address and its page and head strides at multiples of 16 bytes for layout leaf",
+            f"address {t.data_ptr() % 16} mod 16, strides {t.stride()}",
+        )
+
+
+def _check_new(name: str, x: torch.Tensor, rows: int, heads: int, dim: int) -> None:
+    if x.dim() != 3 or x.shape[0] < rows or tuple(x.shape[1:]) != (heads, dim):
+        raise InvalidInput(f"{name} must be [{rows}, {heads}, {dim}]", list(x.shape))
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InvalidInput(f"{name} must be bfloat16, float16 or float32", dtype_name(x.dtype))
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.warning(message)

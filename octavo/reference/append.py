@@ -1,0 +1,63 @@
+"""append: quantise new keys and values and write them to their slots.
+
+Edge cases: slot -1 writes nothing; a slot outside the pool is refused on a CPU before anything is written, and
+skipped and counted on a GPU, where refusing would need a synchronisation; two rows with one slot leave either.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..calls import AppendCall
+from ..errors import InvalidInput
+from ..formats import FORMATS, quantise, token_scale
+from ..layouts import LEAF_COLUMNS
+
+
+def append(call: AppendCall) -> None:
+    """Write call.k and call.v [T, Hk, D] to call.slots; token_head scales are computed and written too."""
+    spec, slots = call.spec, call.slots
+    capacity = call.cache.strides.num_pages * spec.page_size
+    live = (slots >= 0) & (slots < capacity)
+    outside = ~live & (slots != -1)
+    if slots.device.type == "cpu":
+        if bool(outside.any()):
+            raise InvalidInput(f"slots must be -1 or in [0, {capacity})", int(slots[outside][0]))
+    else:
+        call.counters[0] += outside.sum()
+    page, offset = slots[live] // spec.page_size, slots[live] % spec.page_size
+    _write(call, call.k, call.cache.k_view(spec), call.cache.k_scale, live, page, offset)
+    if not spec.mla:
+        assert call.v is not None
+        v_view = call.cache.v_view(spec)
+        if spec.layout == "leaf":
+            columns = torch.tensor(LEAF_COLUMNS, device=slots.device)
+            offset_v = 16 * (offset // 16) + columns[offset % 16]
+            _write(call, call.v, v_view.transpose(2, 3), call.cache.v_scale, live, page, offset_v, offset)
+        else:
+            _write(call, call.v, v_view, call.cache.v_scale, live, page, offset)
+
+
+def _write(
+    call: AppendCall,
+    x: torch.Tensor,
+    view: torch.Tensor,
+    scale: torch.Tensor | None,
+    live: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    token: torch.Tensor | None = None,
+) -> None:
+    """Write the live rows of x [T, Hk, D] to view [pages, Hk, P, D] at (page, :, offset); `token` indexes the scales."""
+    format = FORMATS[call.spec.kv_dtype]
+    rows = x[: live.shape[0]][live]
+    if call.spec.fp8:
+        call.counters[1] += rows.isnan().sum().to(torch.int32)
+        if call.spec.scale_granularity == "token_head":
+            assert scale is not None
+            per_row = token_scale(rows, format)
+            scale[page, :, offset if token is None else token] = per_row
+            scale = per_row[..., None]
+        elif scale is not None and scale.dim() == 1:
+            scale = scale[:, None]
+    view[page, :, offset] = quantise(rows, scale, format)
