@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,9 @@ class PagedCache:
         self.k_scale, self.v_scale = k_scale, v_scale
         self.counters = torch.zeros(2, dtype=torch.int32, device=k.device)
         self._spec_json = spec.to_json()
-        self._k_pool, self._v_pool, self._strides = _pools(spec, k, v)
+        self._append_backend = ops.cache_backend(self.device, "append")
+        self.cache_fields = spec.cache_fields
+        self.memory = _memory(spec, k, v)
 
     @classmethod
     def allocate(
@@ -144,15 +146,16 @@ class PagedCache:
             k,
             v,
             slots,
-            self._k_pool,
-            self._v_pool,
+            self.memory.k_pool,
+            self.memory.v_pool,
             None if written else self.k_scale,
             None if written else v_scale,
             self.k_scale if written else None,
             v_scale if written else None,
             self.counters,
-            list(self._strides),
+            self.memory.strides,
             self._spec_json,
+            self._append_backend,
         )
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,8 +178,8 @@ class PagedCache:
 
     def bytes(self) -> CacheBytes:
         """The memory and scales as a kernel takes them."""
-        v_pool = self._k_pool if self._v_pool is None else self._v_pool
-        return CacheBytes(self._k_pool, v_pool, self._strides, self.k_scale, self.v_scale)
+        k_pool, v_pool, strides = self.memory
+        return CacheBytes(k_pool, k_pool if v_pool is None else v_pool, Strides(*strides), self.k_scale, self.v_scale)
 
     def _v_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """V as [pages, Hk, P, Dv] in the order it is stored, and where token t is in it: int64 [P]."""
@@ -241,11 +244,18 @@ def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size
     return ids.flatten(-2).to(torch.int32)
 
 
-def _pools(spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Strides]:
-    """Flat aliases of the memory under k and v (None where one covers both) and the strides into them.
+class Memory(NamedTuple):
+    """Flat aliases of the memory under K and V (v_pool None where one covers both) and `Strides` into them as a list.
 
     An op that is handed one flat pool mutates one input, which torch.compile can follow; two overlapping views it cannot.
     """
+
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor | None
+    strides: list[int]
+
+
+def _memory(spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> Memory:
     together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
     k_start, v_start = k.storage_offset(), v.storage_offset()
     start = min(k_start, v_start) if together else k_start
@@ -255,7 +265,8 @@ def _pools(spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     k_page, k_head, k_slot = _page_head_slot(spec, k)
     v_page, v_head, v_slot = _page_head_slot(spec, v)
     v_offset = v_start - start if together else 0
-    return k_pool, v_pool, Strides(k.shape[0], k_start - start, k_page, k_head, k_slot, v_offset, v_page, v_head, v_slot)
+    strides = Strides(k.shape[0], k_start - start, k_page, k_head, k_slot, v_offset, v_page, v_head, v_slot)
+    return Memory(k_pool, v_pool, list(strides))
 
 
 def _page_head_slot(spec: AttentionSpec, t: torch.Tensor) -> tuple[int, int, int]:

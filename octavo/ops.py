@@ -6,13 +6,14 @@ Mutated tensors are declared; everything else an op needs travels as ints and st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 
 import torch
 
-from .backends import MODULES
+from .backends import BACKENDS, WRITTEN
 from .calls import AppendCall, AttentionCall, CacheBytes
 from .layouts import Strides
 from .spec import AttentionSpec
@@ -29,3 +30,116 @@ _library.define(
     "Tensor(b!) out, Tensor(c!)? lse, int[] strides, str spec, str prefill, str decode, SymInt? num_decodes, "
     "SymInt? max_query_len) -> ()"
 )
+_library.define("merge_states(Tensor outs, Tensor lses, str backend) -> (Tensor, Tensor)")
+
+append = torch.ops.octavo.append.default
+attention = torch.ops.octavo.attention.default
+merge_states = torch.ops.octavo.merge_states.default
+
+
+@lru_cache(maxsize=64)
+def kernel(backend: str, name: str) -> Callable:
+    """The function `name` of a backend: package.name.name, imported at first use."""
+    modules = {b.name: b.module for b in BACKENDS}
+    return getattr(import_module(f"{modules[backend]}.{name}"), name)
+
+
+def cache_backend(device: torch.device, name: str) -> str:
+    """The backend of `append` or `merge_states` on `device`: Triton's on a GPU once it is written, else the reference's."""
+    written = name in WRITTEN["triton"]
+    if os.environ.get("OCTAVO_BACKEND") == "triton" and written:
+        return "triton"
+    return "triton" if device.type == "cuda" and written else "reference"
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    slots: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_token_scale: torch.Tensor | None,
+    v_token_scale: torch.Tensor | None,
+    counters: torch.Tensor,
+    strides: list[int],
+    spec: str,
+    backend: str,
+) -> None:
+    written = k_token_scale is not None
+    cache = CacheBytes(
+        k_pool,
+        k_pool if v_pool is None else v_pool,
+        Strides(*strides),
+        k_token_scale if written else k_scale,
+        v_token_scale if written else v_scale,
+    )
+    kernel(backend, "append")(AppendCall(AttentionSpec.from_json(spec), k, v, slots, cache, counters))
+
+
+def _attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    workspace: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    strides: list[int],
+    spec: str,
+    prefill: str,
+    decode: str,
+    num_decodes: int | None,
+    max_query_len: int | None,
+) -> None:
+    cache = CacheBytes(k_pool, k_pool if v_pool is None else v_pool, Strides(*strides), k_scale, v_scale)
+    call = AttentionCall(
+        AttentionSpec.from_json(spec),
+        q,
+        cache,
+        seq_lens,
+        page_table,
+        query_starts,
+        q_scale,
+        out_scale,
+        sinks,
+        workspace,
+        out,
+        lse,
+        num_decodes,
+        max_query_len,
+    )
+    # Prefill first: it also writes the rows that belong to no sequence. Where every sequence decodes, decode does.
+    if num_decodes != seq_lens.shape[0]:
+        kernel(prefill, "prefill")(call)
+    if num_decodes != 0:
+        kernel(decode, "decode")(call)
+
+
+def _merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernel(backend, "merge_states")(outs, lses)
+
+
+def _nothing(*arguments: object) -> None:
+    """The fake of an op that only writes to its arguments."""
+
+
+def _fake_merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0], dtype=torch.float32)
+
+
+for _name, _function, _fake in (
+    ("append", _append, _nothing),
+    ("attention", _attention, _nothing),
+    ("merge_states", _merge_states, _fake_merge_states),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_library)

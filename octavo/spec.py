@@ -175,6 +175,15 @@ class AttentionSpec:
         return "chunked" if self.attention_chunk is not None else "full"
 
     @property
+    def cache_fields(self) -> dict[str, Any]:
+        """What a cache and an attention over it must agree on."""
+        names = ("num_kv_heads", "head_dim", "head_dim_v", "kv_dtype", "page_size", "layout", "mla")
+        agreed = {name: getattr(self, name) for name in names}
+        if self.fp8:
+            agreed["scale_granularity"] = self.scale_granularity
+        return agreed
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in one layer's cache, its token_head scales included."""
         stored = self.head_dim if self.mla else self.head_dim + self.value_dim

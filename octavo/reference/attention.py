@@ -28,17 +28,25 @@ from ..spec import AttentionSpec
 _MAX_SCORES = 1 << 24  # scores held at once: rows are taken in blocks, so that long contexts fit in memory
 
 
-def attention(call: AttentionCall, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Compute every row of `call`, prefill and decode alike, in `compute_dtype` (float32 or float64); reads lengths on the host."""
+def attention(call: AttentionCall, phase: str = "both", compute_dtype: torch.dtype = torch.float32) -> None:
+    """Compute the rows of `call` in `compute_dtype` (float32 or float64); reads lengths on the host.
+
+    phase: "both", or "prefill" or "decode" for the sequences of that phase alone. Rows of no sequence are written by
+    prefill, and by decode where there is no other phase.
+    """
     spec = call.spec
-    call.out.zero_()
-    if call.lse is not None:
-        call.lse.fill_(float("-inf"))
+    if phase != "decode" or call.num_decodes == call.seq_lens.shape[0]:
+        call.out.zero_()
+        if call.lse is not None:
+            call.lse.fill_(float("-inf"))
     total_rows = call.q.shape[0]
     starts = [min(max(start, 0), total_rows) for start in call.query_starts.tolist()]
     for index, seq_len in enumerate(call.seq_lens.tolist()):
         first, rows = starts[index], starts[index + 1] - starts[index]
         seq_len = min(seq_len, call.page_table.shape[1] * spec.page_size)
+        decodes = rows <= spec.max_query_len if call.num_decodes is None else index < call.num_decodes
+        if phase != "both" and decodes != (phase == "decode"):
+            continue
         if rows <= 0 or seq_len <= 0:
             continue
         begin = first_token(spec, seq_len - rows)

@@ -1,0 +1,291 @@
+"""The one table of backends: what each needs, as data.
+
+A rule is a pure function of (spec, device, phase) that never catches an exception. `choose` collects every broken rule
+with the value found; `octavo explain`, error texts, an engine's reason list, docs/rules.md and test skips all print
+from here. To add a backend, add a row: docs/rules.md is `python -m octavo.backends`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from . import tuning
+from .device import ARCHITECTURES, Device
+from .layouts import layout_reasons
+from .spec import AttentionSpec
+
+PHASES = ("prefill", "decode")
+# Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made of
+# it is what keeps a plan from saying yes to a kernel that is only planned.
+WRITTEN: dict[str, frozenset[str]] = {
+    "gluon": frozenset(),
+    "triton": frozenset(),
+    "reference": frozenset({"prefill", "decode", "append", "merge_states"}),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One need of a backend.
+
+    Attributes:
+        needs: what has to be so, as words that follow "needs".
+        holds: (spec, device, phase) -> whether it is so.
+        found: (spec, device, phase) -> what is there instead; a list is sentences that say by themselves what is needed.
+        nearest: spec -> the fields to change, with their values, that mend it; None where no change of the spec does.
+        phases: the phases that it is a rule of.
+    """
+
+    needs: str
+    holds: Callable[[AttentionSpec, Device, str], bool]
+    found: Callable[[AttentionSpec, Device, str], str | list[str]]
+    nearest: Callable[[AttentionSpec], dict[str, Any]] | None = None
+    phases: tuple[str, ...] = PHASES
+
+    def broken(self, spec: AttentionSpec, device: Device, phase: str) -> bool:
+        """Whether it is a rule of this phase and does not hold."""
+        return phase in self.phases and not self.holds(spec, device, phase)
+
+    def reasons(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[str, ...]:
+        """Why it is broken, in words with the value found; empty if it holds."""
+        if not self.broken(spec, device, phase):
+            return ()
+        found = self.found(spec, device, phase)
+        return (f"needs {self.needs}; found {found}",) if isinstance(found, str) else tuple(found)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention.
+
+    Attributes:
+        name: what a user calls it.
+        phases: phases that it is meant to have.
+        rules: all that have to hold; `Rule.phases` narrows one to a phase.
+        module: package that holds its functions.
+        graphs: whether its launches can be captured in a CUDA graph.
+        compute_query_dtype: (spec, device, phase) -> what is multiplied in place of the query.
+        workspace_bytes: (spec, device, max_batch, max_query_tokens, max_context) -> bytes.
+    """
+
+    name: str
+    phases: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    module: str
+    graphs: bool
+    compute_query_dtype: Callable[[AttentionSpec, Device, str], str]
+    workspace_bytes: Callable[[AttentionSpec, Device, int, int, int], int]
+
+    def broken(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[Rule, ...]:
+        """Every rule that does not hold."""
+        return tuple(rule for rule in self.rules if rule.broken(spec, device, phase))
+
+    def reasons(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[str, ...]:
+        """Why it cannot run `phase`: one or more sentences for every broken rule; empty if it may."""
+        return tuple(reason for rule in self.rules for reason in rule.reasons(spec, device, phase))
+
+
+def head_dims(spec: AttentionSpec) -> str:
+    """head_dim as tables write it: "128", or "192/128" where the value head differs."""
+    return str(spec.head_dim) if spec.head_dim == spec.value_dim else f"{spec.head_dim}/{spec.value_dim}"
+
+
+def _words(values: tuple[Any, ...]) -> str:
+    values = tuple(str(v) for v in values)
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
+
+
+def one_of(field: str, allowed: tuple[Any, ...], nearest: Any = None, why: str = "") -> Rule:
+    """The rule that a spec's `field` is one of `allowed`."""
+    return Rule(
+        needs=f"{field} {_words(allowed)}{why}",
+        holds=lambda spec, device, phase: getattr(spec, field) in allowed,
+        found=lambda spec, device, phase: str(getattr(spec, field)),
+        nearest=None if nearest is None else lambda spec: {field: nearest},
+    )
+
+
+def at_most(field: str, limit: int, words: str, mends: bool = False, phases: tuple[str, ...] = PHASES) -> Rule:
+    """The rule that a number of a spec is at most `limit`; `mends`: setting it to the limit is a change one can make."""
+    return Rule(
+        needs=f"{words} of at most {limit}",
+        holds=lambda spec, device, phase: getattr(spec, field) <= limit,
+        found=lambda spec, device, phase: str(getattr(spec, field)),
+        nearest=(lambda spec: {field: limit}) if mends else None,
+        phases=phases,
+    )
+
+
+def without(field: str, words: str, value: Any = False, phases: tuple[str, ...] = PHASES) -> Rule:
+    """The rule that `field` has the value that switches a feature off."""
+    return Rule(
+        needs=words,
+        holds=lambda spec, device, phase: getattr(spec, field) == value,
+        found=lambda spec, device, phase: f"{field}={getattr(spec, field)}",
+        phases=phases,
+    )
+
+
+def architecture(archs: tuple[str, ...], words: str) -> Rule:
+    """The rule that the device's architecture is in a list; never "or newer"."""
+    return Rule(
+        needs=words,
+        holds=lambda spec, device, phase: device.arch in archs,
+        found=lambda spec, device, phase: str(device),
+    )
+
+
+def written(backend: str) -> Rule:
+    """The rule that this repository has the kernel."""
+    return Rule(
+        needs="a kernel in this repository",
+        holds=lambda spec, device, phase: phase in WRITTEN[backend],
+        found=lambda spec, device, phase: "none yet",
+    )
+
+
+def shapes(pairs: tuple[str, ...], phases: tuple[str, ...] = PHASES) -> Rule:
+    """The rule that the head dimensions are in a list of "128" and "192/128"."""
+    return Rule(
+        needs=f"head_dim {_words(pairs)}",
+        holds=lambda spec, device, phase: head_dims(spec) in pairs,
+        found=lambda spec, device, phase: head_dims(spec),
+        phases=phases,
+    )
+
+
+def _layout_change(spec: AttentionSpec) -> dict[str, Any]:
+    """Another page size where that is all that is wrong with leaf; else nhd, which holds every cache."""
+    if spec.mla and spec.layout != "leaf":
+        return {"scale_granularity": "tensor"}
+    only_page = spec.fp8 and not spec.mla and spec.head_dim % 16 == 0 == spec.value_dim % 16
+    return {"page_size": 64} if only_page else {"layout": "nhd"}
+
+
+LAYOUT = Rule(
+    needs="a layout that can hold the cache (docs/cache-layout.md)",
+    holds=lambda spec, device, phase: not layout_reasons(spec),
+    found=lambda spec, device, phase: layout_reasons(spec),
+    nearest=_layout_change,
+)
+PREFIX_MASK = without("prefix_mask", "no image-prefix mask (a mask for each sequence, which plan does not take)")
+# What no kernel does so far: masks and biases that would be one more branch in every inner loop.
+PLAIN_ATTENTION = (
+    without("causal", "causal attention", value=True),
+    without("alibi", "no ALiBi bias"),
+    without("attention_chunk", "no chunked-local mask", value=None),
+    PREFIX_MASK,
+    without("mla", "K and V of their own (an MLA latent of 576 does not fit the tiles; only the reference takes it)"),
+)
+TRITON_VERSION = Rule(
+    needs="triton 3.6 or newer",
+    holds=lambda spec, device, phase: device.triton >= (3, 6),
+    found=lambda spec, device, phase: device.triton_version or "no triton",
+)
+SIXTEEN_BIT_OR_E4M3 = one_of("query_dtype", ("bfloat16", "float16", "fp8_e4m3"), "bfloat16")
+
+
+def _triton_query(spec: AttentionSpec, device: Device, phase: str) -> str:
+    if spec.query_dtype == "fp8_e4m3" and device.fp8_dot:
+        return "fp8_e4m3"
+    if phase == "prefill" and spec.precision == "fast" and spec.kv_dtype == "fp8_e4m3" and device.fp8_dot:
+        return "fp8_e4m3"
+    return "bfloat16" if spec.kv_dtype == "bfloat16" else "float16"  # FP8 to float16 is exact
+
+
+def _gluon_query(spec: AttentionSpec, device: Device, phase: str) -> str:
+    one_term = spec.query_dtype == "fp8_e4m3" or (phase == "prefill" and spec.precision == "fast")
+    return "fp8_e4m3" if one_term else "fp8_e4m3 x2"
+
+
+BACKENDS = (
+    Backend(
+        name="gluon",
+        phases=PHASES,
+        module="octavo.kernels.gluon",
+        graphs=True,
+        compute_query_dtype=_gluon_query,
+        workspace_bytes=tuning.split_workspace_bytes,
+        rules=(
+            architecture(("sm_90",), "Hopper (sm_90)"),
+            TRITON_VERSION,
+            written("gluon"),
+            one_of("layout", ("leaf",), "leaf", " (tiles are tensor-core operands as they lie in memory)"),
+            LAYOUT,
+            one_of("kv_dtype", ("fp8_e4m3",), "fp8_e4m3"),
+            one_of("page_size", (32, 64, 128), 64),
+            shapes(("64", "128", "256"), phases=("prefill",)),
+            shapes(("64", "128", "192/128", "256"), phases=("decode",)),
+            at_most("group_size", 32, "a ratio of query to KV heads"),
+            one_of("scale_granularity", ("tensor", "head"), "tensor"),
+            SIXTEEN_BIT_OR_E4M3,
+            at_most("max_query_len", 8, "max_query_len", mends=True, phases=("decode",)),
+            without(
+                "batch_invariant",
+                "no batch invariance (the whole batch decides where a sequence is split)",
+                phases=("decode",),
+            ),
+            *PLAIN_ATTENTION,
+        ),
+    ),
+    Backend(
+        name="triton",
+        phases=PHASES,
+        module="octavo.kernels.triton",
+        graphs=True,
+        compute_query_dtype=_triton_query,
+        workspace_bytes=tuning.split_workspace_bytes,
+        rules=(
+            architecture(ARCHITECTURES, f"a GPU of {_words(ARCHITECTURES)}"),
+            TRITON_VERSION,
+            written("triton"),
+            LAYOUT,
+            shapes(("64", "80", "96", "128", "192/128", "256", "512")),
+            at_most("group_size", 128, "a ratio of query to KV heads"),
+            SIXTEEN_BIT_OR_E4M3,
+            one_of("kv_dtype", ("fp8_e4m3", "fp8_e5m2", "bfloat16", "float16"), "bfloat16"),
+            Rule(
+                needs="kv_dtype fp8_e4m3 under an fp8_e4m3 query",
+                holds=lambda spec, device, phase: spec.query_dtype != "fp8_e4m3" or spec.kv_dtype == "fp8_e4m3",
+                found=lambda spec, device, phase: spec.kv_dtype,
+                nearest=lambda spec: {"query_dtype": "bfloat16"},
+            ),
+            at_most("max_query_len", 16, "max_query_len", mends=True, phases=("decode",)),
+            *PLAIN_ATTENTION,
+        ),
+    ),
+    Backend(
+        name="reference",
+        phases=PHASES,
+        module="octavo.reference",
+        graphs=False,  # it reads the lengths on the host
+        compute_query_dtype=lambda spec, device, phase: "float32",
+        workspace_bytes=tuning.no_workspace,
+        rules=(written("reference"), LAYOUT, PREFIX_MASK),
+    ),
+)
+BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+
+def rules_markdown() -> str:
+    """docs/rules.md: every rule of every backend as a table."""
+    lines = [
+        "# Rules of the backends",
+        "",
+        "Printed from `octavo/backends.py` by `python -m octavo.backends > docs/rules.md`; a test checks that it is current.",
+        "A backend may run a phase when all rules hold. The planner takes the first that may, in the order below.",
+    ]
+    for backend in BACKENDS:
+        there = ", ".join(p for p in PHASES if p in WRITTEN[backend.name]) or "none yet"
+        lines += ["", f"## {backend.name}", "", f"Written: {there}. CUDA graphs: {'yes' if backend.graphs else 'no'}.", ""]
+        lines += ["| needs | prefill | decode |", "| --- | --- | --- |"]
+        for rule in backend.rules:
+            cells = " | ".join("x" if phase in rule.phases else "" for phase in PHASES)
+            lines.append(f"| {rule.needs} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(rules_markdown(), end="")

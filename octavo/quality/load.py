@@ -1,0 +1,112 @@
+"""A causal language model and its tokenizer from one argument: nothing, a folder, or a hub id.
+
+Whatever cannot be read raises InvalidInput with one line that says what and why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InvalidInput
+from . import smollm2
+from .smollm2 import first_line
+
+_log = logging.getLogger("octavo")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, its tokenizer, its name, and in words where it was read from."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    source: str
+
+
+def require(packages: Iterable[str], extras: str) -> None:
+    """Raise InvalidInput naming the pip command unless every import name in `packages` is installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidInput(f'{" and ".join(missing)} not installed: pip install "octavo[{extras}]"')
+
+
+def load_default(say: Callable[[str], None]) -> LoadedModel:
+    """SmolLM2-135M-Instruct in bf16: the kept copy if there is one, else the installed GGUF file, which is then kept.
+
+    `say` is called with a line before anything that takes seconds.
+    """
+    folder = smollm2.copy_folder()
+    if (folder / "config.json").is_file():
+        say(f"Reading {smollm2.NAME}")
+        try:
+            model, tokenizer = _from_folder(folder)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}; delete this folder and run again") from error
+        return LoadedModel(model, tokenizer, smollm2.NAME, f"{smollm2.PACKAGE} {smollm2.VERSION} (kept as bf16)")
+    gguf = smollm2.find_gguf()
+    require(("gguf", "accelerate"), "transformers,report")
+    say(f"Checking {gguf.name}")
+    smollm2.check_digest(gguf)
+    say(f"Unpacking {gguf.name}, once")
+    model, tokenizer = smollm2.unpack(gguf)
+    try:
+        smollm2.keep_copy(model, tokenizer, folder)
+    except OSError as error:
+        _log.warning("no copy of the model is kept, the next run unpacks it again: %s", first_line(error))
+    return LoadedModel(model.eval(), tokenizer, smollm2.NAME, f"{smollm2.PACKAGE} {smollm2.VERSION}")
+
+
+def load_named(name: str, say: Callable[[str], None]) -> LoadedModel:
+    """The model in the local folder `name`, else the hub's model `name`, in the dtype that its config states."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise InvalidInput(f"{name} holds no config.json, so it is not a model's folder")
+        say(f"Reading {name}")
+        model, tokenizer = _from_folder(folder)
+        return LoadedModel(model, tokenizer, folder.resolve().name, "a local folder")
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InvalidInput(f"--model must be a folder with a config.json or a hub id; {name} is not a folder")
+    say(f"Fetching {name}")
+    model, tokenizer = _read(name, local=False)
+    return LoadedModel(model, tokenizer, name, "the model hub")
+
+
+def _from_folder(folder: Path) -> tuple[Any, Any]:
+    return _read(str(folder), local=True)
+
+
+def _read(where: str, local: bool) -> tuple[Any, Any]:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=local)
+        model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype="auto", local_files_only=local)
+    except Exception as error:  # whatever a loader raises is, to the user, a model that cannot be read
+        raise InvalidInput(f"cannot read a causal language model from {where}: {first_line(error)}") from error
+    return model.eval(), tokenizer
+
+
+def faster_dtype(device: torch.device, milliseconds: float = 30.0) -> torch.dtype:
+    """bfloat16, or float32 on a CPU whose bf16 matrix product is slower than its fp32 one (measured, for so long)."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    import time
+
+    best: dict[torch.dtype, float] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = torch.ones(256, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
+        a @ b
+        until = time.perf_counter() + milliseconds / 1000
+        while (start := time.perf_counter()) < until:
+            a @ b
+            best[dtype] = min(best.get(dtype, 1e9), time.perf_counter() - start)
+    return min(best, key=lambda dtype: best[dtype])
