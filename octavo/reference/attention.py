@@ -177,9 +177,8 @@ def _query(call: AttentionCall, span: slice, dtype: torch.dtype) -> torch.Tensor
 
 def _store(call: AttentionCall, span: slice, out: torch.Tensor) -> None:
     """Write rows in the output's dtype; an e4m3 output is divided by out_scale and saturates."""
-    format = FORMATS[call.spec.out_dtype]
     if call.spec.out_dtype == "fp8_e4m3":
         scaled = out if call.out_scale is None else out / call.out_scale.to(out.dtype)
-        call.out.view(torch.uint8)[span] = cast(scaled, format)
+        call.out.view(torch.uint8)[span] = cast(scaled, FORMATS["fp8_e4m3"])
     else:
-        call.out[span] = out.to(format.dtype)
+        call.out[span] = out.to(call.out.dtype)

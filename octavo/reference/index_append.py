@@ -58,5 +58,5 @@ def decode_scale(stored: torch.Tensor, scale_format: str) -> torch.Tensor:
     if scale_format != "ue8m0":
         return stored.contiguous().view(torch.float32)[..., 0]
     byte = stored[..., 0].to(torch.int32)
-    value = torch.ldexp(torch.ones((), device=stored.device), byte - 127)
+    value = torch.ldexp(torch.ones_like(byte, dtype=torch.float32), byte - 127)
     return torch.where(byte == 255, float("nan"), value)

@@ -93,7 +93,7 @@ def _put(out: torch.Tensor, logits: torch.Tensor, visible: torch.Tensor, fill: f
 
 
 def _longest(lens: torch.Tensor, limit: int) -> int:
-    """How many tokens need to be looked at: the longest length on a CPU; on a GPU, where asking would wait, the limit."""
+    """Tokens to look at: the longest length on a CPU; on a GPU, where asking would wait, the limit."""
     return min(int(lens.max()), limit) if lens.device.type == "cpu" else limit
 
 

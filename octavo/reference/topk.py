@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-_ELEMENTS = 1 << 24  # logits that are looked at at once
+_ELEMENTS = 1 << 22  # logits that are looked at at once
 
 
 def topk_indices(logits: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) -> None:
