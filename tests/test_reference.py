@@ -82,7 +82,9 @@ def test_equals_the_formula(changes):
     assert torch.allclose(out.double(), truth, rtol=0, atol=2e-6)
     assert torch.allclose(batch.lse, lse, atol=2e-6)
     in_fp64, lse_fp64 = exact(batch)
-    assert torch.allclose(in_fp64, truth, rtol=0, atol=1e-12) and torch.allclose(lse_fp64, lse, atol=2e-6)
+    # gather rounds stored * scale to fp32, which is exact only where the scale is a power of two.
+    atol = 1e-6 if spec.scale_granularity == "token_head" else 1e-12
+    assert torch.allclose(in_fp64, truth, rtol=0, atol=atol) and torch.allclose(lse_fp64, lse, atol=2e-6)
 
 
 def test_equals_torch_sdpa():

@@ -77,10 +77,10 @@ def page_table_for(
     """A table int32 [B, max pages] of distinct shuffled pages, garbage beyond each sequence's, and the pool's size in pages."""
     counts = [-(-n // page_size) for n in seq_lens]
     num_pages = max(1, sum(counts) + spare_pages)
-    order = torch.randperm(num_pages, generator=generator, dtype=torch.int32)
+    order = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cpu")
     width = max(1, max(counts, default=1) + 1)
-    garbage = torch.tensor([-1, 2**31 - 1, num_pages, -(2**31)], dtype=torch.int32)
-    table = garbage[torch.randint(0, 4, (len(seq_lens), width), generator=generator)]
+    garbage = torch.tensor([-1, 2**31 - 1, num_pages, -(2**31)], dtype=torch.int32, device="cpu")
+    table = garbage[torch.randint(0, 4, (len(seq_lens), width), generator=generator, device="cpu")]
     start = 0
     for row, count in enumerate(counts):
         table[row, :count] = order[start : start + count]
@@ -93,20 +93,24 @@ def make_batch(
     seq_lens: Sequence[int],
     query_lens: Sequence[int],
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     seed: int = 0,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     amplitude: float = 1.0,
 ) -> Batch:
-    """Normal queries, keys and values times `amplitude`, appended to a fresh cache through shuffled pages. Deterministic in `seed`."""
+    """Normal queries, keys and values times `amplitude`, appended to a fresh cache through shuffled pages.
+
+    Deterministic in `seed`, and the same on every device; device None is torch's default device.
+    """
+    device = torch.get_default_device() if device is None else torch.device(device)
     generator = torch.Generator().manual_seed(seed)
     table, num_pages = page_table_for(seq_lens, spec.page_size, generator)
     tokens, rows = sum(seq_lens), sum(query_lens)
     source = torch.float32 if "float32" in (spec.kv_dtype, spec.query_dtype) else torch.bfloat16
 
     def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * amplitude).to(source)
+        return (torch.randn(*shape, generator=generator, device="cpu") * amplitude).to(source)
 
     k, v = normal(tokens, spec.num_kv_heads, spec.head_dim), normal(tokens, spec.num_kv_heads, spec.value_dim)
     q = normal(rows, spec.num_q_heads, spec.head_dim)
@@ -119,12 +123,11 @@ def make_batch(
     if spec.out_dtype == "fp8_e4m3":
         arguments["out_scale"] = torch.tensor(1 / 64, device=device)
     if spec.sinks:
-        arguments["sinks"] = torch.randn(spec.num_q_heads, generator=generator).to(device)
+        arguments["sinks"] = torch.randn(spec.num_q_heads, generator=generator, device="cpu").to(device)
     cache = PagedCache.allocate(spec, num_pages, device, k_scale, v_scale)
-    slots = slots_of(table, spec.page_size, seq_lens).to(device)
-    cache.append(k.to(device), None if spec.mla else v.to(device), slots)
-    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lens = torch.tensor(list(seq_lens), dtype=torch.int32)
-    return Batch(
-        spec, q.to(device), cache, lens.to(device), table.to(device), starts.to(device), k, v, arguments
-    )
+    table = table.to(device)
+    k, v = k.to(device), v.to(device)
+    cache.append(k, None if spec.mla else v, slots_of(table, spec.page_size, seq_lens))
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    lens = torch.tensor(list(seq_lens), dtype=torch.int32, device=device)
+    return Batch(spec, q.to(device), cache, lens, table, starts, k, v, arguments)
