@@ -17,8 +17,8 @@ from .layouts import layout_reasons
 from .spec import AttentionSpec
 
 PHASES = ("prefill", "decode")
-# Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made of
-# it is what keeps a plan from saying yes to a kernel that is only planned.
+# Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
+# of it is what keeps a plan from saying yes to a kernel that is only planned.
 WRITTEN: dict[str, frozenset[str]] = {
     "gluon": frozenset(),
     "triton": frozenset(),
@@ -33,7 +33,7 @@ class Rule:
     Attributes:
         needs: what has to be so, as words that follow "needs".
         holds: (spec, device, phase) -> whether it is so.
-        found: (spec, device, phase) -> what is there instead; a list is sentences that say by themselves what is needed.
+        found: (spec, device, phase) -> what is there instead; a list is sentences that stand by themselves.
         nearest: spec -> the fields to change, with their values, that mend it; None where no change of the spec does.
         phases: the phases that it is a rule of.
     """
@@ -108,7 +108,7 @@ def one_of(field: str, allowed: tuple[Any, ...], nearest: Any = None, why: str =
 
 
 def at_most(field: str, limit: int, words: str, mends: bool = False, phases: tuple[str, ...] = PHASES) -> Rule:
-    """The rule that a number of a spec is at most `limit`; `mends`: setting it to the limit is a change one can make."""
+    """The rule that a number of a spec is at most `limit`; `mends`: one can set it to the limit."""
     return Rule(
         needs=f"{words} of at most {limit}",
         holds=lambda spec, device, phase: getattr(spec, field) <= limit,
@@ -274,12 +274,18 @@ def rules_markdown() -> str:
     lines = [
         "# Rules of the backends",
         "",
-        "Printed from `octavo/backends.py` by `python -m octavo.backends > docs/rules.md`; a test checks that it is current.",
+        "Printed from `octavo/backends.py` by `python -m octavo.backends > docs/rules.md`; a test keeps it current.",
         "A backend may run a phase when all rules hold. The planner takes the first that may, in the order below.",
     ]
     for backend in BACKENDS:
         there = ", ".join(p for p in PHASES if p in WRITTEN[backend.name]) or "none yet"
-        lines += ["", f"## {backend.name}", "", f"Written: {there}. CUDA graphs: {'yes' if backend.graphs else 'no'}.", ""]
+        lines += [
+            "",
+            f"## {backend.name}",
+            "",
+            f"Written: {there}. CUDA graphs: {'yes' if backend.graphs else 'no'}.",
+            "",
+        ]
         lines += ["| needs | prefill | decode |", "| --- | --- | --- |"]
         for rule in backend.rules:
             cells = " | ".join("x" if phase in rule.phases else "" for phase in PHASES)

@@ -22,7 +22,7 @@ WIDTH = 100  # columns of a printed plan
 
 @dataclass(frozen=True)
 class Verdict:
-    """must (the only backend that may), may or cannot; `reasons`: one sentence per broken rule, with the value found."""
+    """must (the only one that may), may or cannot; `reasons`: one sentence per broken rule, with the value found."""
 
     word: str
     reasons: tuple[str, ...] = ()
@@ -76,7 +76,11 @@ class Choice:
 
     def workspace_bytes(self, max_batch: int, max_query_tokens: int, max_context: int) -> int:
         """Bytes of device memory beside the cache: of the backend that needs more. Monotone in each bound."""
-        for name, value in (("max_batch", max_batch), ("max_query_tokens", max_query_tokens), ("max_context", max_context)):
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_query_tokens", max_query_tokens),
+            ("max_context", max_context),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidInput(f"{name} must be a positive integer", repr(value))
         return max(
@@ -99,7 +103,7 @@ class Choice:
         }
         return {**phases, "graph_support": self.graph_support}
 
-    def plan_lines(self) -> list[str]:
+    def plan_lines(self, width: int = WIDTH - 2) -> list[str]:
         """The table: a line a phase, what a graph may hold, then the reasons against each other backend."""
         rows = [("phase", "backend", "multiplies", "why")]
         rows += [(p, c.backend, c.compute_query_dtype, c.why) for p, c in ((p, self.phase(p)) for p in PHASES)]
@@ -108,7 +112,7 @@ class Choice:
         for backend in BACKENDS:
             against = {p: self.phase(p).verdicts[backend.name].reasons for p in PHASES}
             if any(against.values()):
-                lines += [f"not {backend.name}:", *reason_lines(merge_phases(against))]
+                lines += [f"not {backend.name}:", *reason_lines(merge_phases(against), width)]
         return lines
 
     def __str__(self) -> str:
@@ -126,7 +130,10 @@ _GRAPH_WORDS = {
 def columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Rows of equal length as aligned lines; the columns in `right` are set flush right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = ([c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows)
+    cells = (
+        [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        for row in rows
+    )
     return ["  ".join(row).rstrip() for row in cells]
 
 
@@ -145,24 +152,29 @@ def phrase(phase: str, reason: str) -> str:
     return f"{phase} {reason}" if phase else reason
 
 
-def reason_lines(pairs: list[tuple[str, str]], width: int = WIDTH) -> list[str]:
+def reason_lines(pairs: list[tuple[str, str]], width: int) -> list[str]:
     """Reasons as an indented list."""
     return [
         line
         for pair in pairs
-        for line in textwrap.wrap(phrase(*pair), width - 4, initial_indent="  - ", subsequent_indent="    ")
+        for line in textwrap.wrap(phrase(*pair), width, initial_indent="  - ", subsequent_indent="    ")
     ]
 
 
 def describe(spec: AttentionSpec) -> str:
     """A spec in one line: heads, what is cached and how, and what is not plain about the attention."""
-    parts = [f"{spec.num_q_heads} query / {spec.num_kv_heads} KV heads of {head_dims(spec)}", f"{spec.query_dtype} query"]
+    parts = [
+        f"{spec.num_q_heads} query / {spec.num_kv_heads} KV heads of {head_dims(spec)}",
+        f"{spec.query_dtype} query",
+    ]
     cache = f"{spec.kv_dtype} cache ({spec.layout}, page {spec.page_size}"
     parts.append(cache + (f", a scale per {spec.scale_granularity})" if spec.fp8 else ")"))
     for name in ("window", "attention_chunk", "softcap"):
         if getattr(spec, name) is not None:
             parts.append(f"{name} {getattr(spec, name):g}")
-    parts += [name for name in ("sinks", "lse", "batch_invariant", "alibi", "prefix_mask", "mla") if getattr(spec, name)]
+    parts += [
+        name for name in ("sinks", "lse", "batch_invariant", "alibi", "prefix_mask", "mla") if getattr(spec, name)
+    ]
     if not spec.causal:
         parts.append("not causal")
     if spec.max_query_len > 1:
@@ -234,7 +246,7 @@ def _unsupported(
 
 
 def nearest_change(spec: AttentionSpec, device: Device, named: str | None) -> str | None:
-    """The smallest known change that makes a plan: fields of the spec, or not to name the backend; None if there is none.
+    """The smallest known change that makes a plan: fields of the spec, or to name no backend; None if there is none.
 
     Each is tried before it is told.
     """

@@ -134,7 +134,7 @@ def _detect_gpu(index: int) -> Device:
 
 
 def from_properties(properties: Any, rocm: bool = False) -> Device:
-    """A Device from what torch.cuda.get_device_properties returned; bandwidth from the known device it is named after."""
+    """A Device from what torch.cuda.get_device_properties returned; bandwidth from the known device of its name."""
     words = properties.name.lower().replace("rtx ", "rtx").replace("-", " ").split()
     same = next((known for name, known in KNOWN.items() if name in words), None)
     return Device(

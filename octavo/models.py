@@ -1,29 +1,25 @@
 """Models: from a Hugging Face config.json (or a known name) to one AttentionSpec per kind of layer on one rank.
 
 Reads dictionaries only; neither weights nor transformers are needed. What is not taken literally from the config
-(a KV head that is copied, a family that is taken as a plain decoder, a dtype that follows the checkpoint) is said in `notes`.
+(a KV head that is copied, a family taken as a plain decoder, a dtype that follows the checkpoint) is said in `notes`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from .configs import Config, checkpoint_kv, integer, resolve_kv_dtype, text_config
 from .errors import InvalidInput, Unsupported
-from .known_models import ALIASES, DEFAULTS, KNOWN_MODELS
 from .spec import AttentionSpec, IndexerSpec, dtype_name
 
-Config = Mapping[str, Any]
 # Families whose attention is checked against transformers' own; any other is taken as a plain decoder, with a note.
-FAMILIES = frozenset(
-    "llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gpt_oss gemma gemma2 gemma3 gemma3_text deepseek_v2 "
-    "deepseek_v3 deepseek_v32 llama4 llama4_text phi3 cohere2 granite".split()
-)
+FAMILIES = frozenset({
+    "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt_oss",
+    "granite", "llama", "llama4", "llama4_text", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe",
+})  # fmt: skip
 # Every n-th layer is full, the others slide, where layer_types is not given.
 WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 # How many layers apart the full (no rope) layers of chunked-local models are.
@@ -87,108 +83,9 @@ class Model:
         return sum(len(kind.layers) for kind in self.kinds) * (self.indexer.head_dim + scale)
 
 
-def load_config(model: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config of a known name, or of a folder or file that holds a config.json. InvalidInput if it cannot be read.
-
-    A folder's hf_quant_config.json (ModelOpt) is read too, as quantization_config where config.json has none.
-    """
-    if str(model).lower() in KNOWN_MODELS:
-        return KNOWN_MODELS[str(model).lower()]
-    path = Path(model)
-    if not path.exists():
-        raise InvalidInput(
-            f"model must be one of {', '.join(KNOWN_MODELS)}, or a folder or file with a config.json", repr(str(model))
-        )
-    path = path / "config.json" if path.is_dir() else path
-    config = _read_json(path)
-    quant = path.parent / "hf_quant_config.json"
-    if "quantization_config" not in config and quant.exists():
-        config["quantization_config"] = _read_json(quant)
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{path} must hold a JSON object", type(config).__name__)
-    return config
-
-
-def text_config(config: Config) -> dict[str, Any]:
-    """The decoder's part of a config: of a model with several, the nested text_config, with what its family leaves out."""
-    nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), Mapping)), None)
-    text = dict(config if nested is None else nested)
-    for key in ("torch_dtype", "dtype", "quantization_config"):
-        if text.get(key) is None and config.get(key) is not None:
-            text[key] = config[key]
-    for key, others in ALIASES.items():
-        for other in others:
-            if text.get(key) is None and text.get(other) is not None:
-                text[key] = text[other]
-    return {**DEFAULTS.get(text.get("model_type", ""), {}), **text}
-
-
-def _integer(text: Config, key: str) -> int:
-    value = text.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"the config needs {key}, a positive integer", "no such key" if value is None else repr(value))
-    return value
-
-
-def checkpoint_kv(config: Config) -> tuple[str, str] | None:
-    """(kv dtype, scale granularity) that a checkpoint declares for its KV cache, or None if it declares none.
-
-    Reads compressed-tensors' kv_cache_scheme and ModelOpt's kv_cache_quant_algo. A format octavo does not have comes
-    back under its own name.
-    """
-    quant = text_config(config).get("quantization_config")
-    if not isinstance(quant, Mapping):
-        return None
-    scheme = quant.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping):
-        head = scheme.get("strategy") in ("attn_head", "head")
-        fp8 = scheme.get("num_bits", 8) == 8 and scheme.get("type", "float") == "float"
-        name = "fp8_e4m3" if fp8 else f"{scheme.get('type', 'float')}{scheme.get('num_bits', 8)}"
-        return name, "head" if head else "tensor"
-    nested = quant.get("quantization")
-    algorithm = (nested if isinstance(nested, Mapping) else quant).get("kv_cache_quant_algo")
-    if not algorithm:
-        return None
-    return ("fp8_e4m3" if str(algorithm).upper() == "FP8" else str(algorithm)), "tensor"
-
-
-def resolve_kv_dtype(config: Config, asked: str = "auto", name: str = "the checkpoint") -> tuple[str, str]:
-    """(kv dtype, one line that says why). An explicit dtype wins; "auto" follows the checkpoint.
-
-    Raises InvalidInput for e5m2 on a checkpoint whose KV scales are e4m3's, and Unsupported for "auto" on a checkpoint
-    whose KV format octavo does not have.
-    """
-    declared = checkpoint_kv(config)
-    given = dtype_name(asked)
-    if given == "auto":
-        if declared is None:
-            own = dtype_name(text_config(config).get("dtype") or "bfloat16")
-            return own, f"kv cache dtype auto: {own}, as {name} has no KV scales"
-        if declared[0] != "fp8_e4m3":
-            raise Unsupported(
-                f"kv cache dtype auto cannot follow {name}", [f"needs FP8 (e4m3) KV scales; found {declared[0]}"],
-                "an explicit kv cache dtype",
-            )  # fmt: skip
-        return "fp8_e4m3", f"kv cache dtype auto: fp8_e4m3, as {name} has e4m3 KV scales (per {declared[1]})"
-    if declared is None:
-        return given, f"kv cache dtype {given}, as given" + ("; no KV scales in the config: 1.0" if "fp8" in given else "")
-    if given == "fp8_e5m2" and declared[0] == "fp8_e4m3":
-        raise InvalidInput(f"kv cache dtype must be fp8_e4m3, or a 16-bit one: {name} has e4m3 KV scales", given)
-    used = "used" if given == declared[0] else "not used"
-    return given, f"kv cache dtype {given}, as given; {name}'s KV scales ({declared[0]}, per {declared[1]}) are {used}"
-
-
 def layer_types(text: Config) -> list[str]:
     """Of each layer: full, sliding_window, chunked, or none where it has no attention."""
-    count = _integer(text, "num_hidden_layers")
+    count = integer(text, "num_hidden_layers")
     family = text.get("model_type", "")
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     given = text.get("layer_types")
@@ -196,14 +93,17 @@ def layer_types(text: Config) -> list[str]:
         unknown = sorted({str(t) for t in given} - {*ATTENTION, *NO_ATTENTION})
         if unknown:
             raise Unsupported(
-                f"no attention spec for {family}", [f"needs layers of {', '.join(ATTENTION)}; found {', '.join(unknown)}"]
+                f"no attention spec for {family}",
+                [f"needs layers of {', '.join(ATTENTION)}; found {', '.join(unknown)}"],
             )
         if len(given) != count:
             raise InvalidInput(f"layer_types needs num_hidden_layers = {count} entries", len(given))
         return [ATTENTION.get(t, "none") for t in given]
     hybrid = [key for key in HYBRID if text.get(key)]
     if hybrid:
-        raise Unsupported(f"no attention spec for {family}", [f"needs layer_types in the config; found {', '.join(hybrid)}"])
+        raise Unsupported(
+            f"no attention spec for {family}", [f"needs layer_types in the config; found {', '.join(hybrid)}"]
+        )
     if text.get("full_attention_interval"):
         return ["none" if (i + 1) % text["full_attention_interval"] else "full" for i in range(count)]
     if text.get("attention_chunk_size"):
@@ -224,7 +124,7 @@ def mla_scale(text: Config) -> float:
 
     mscale = 0.1 mscale_all_dim ln(factor) + 1 (Peng et al. 2023, YaRN, eq. 22, as DeepSeek applies it).
     """
-    scale = (_integer(text, "qk_nope_head_dim") + _integer(text, "qk_rope_head_dim")) ** -0.5
+    scale = (integer(text, "qk_nope_head_dim") + integer(text, "qk_rope_head_dim")) ** -0.5
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     all_dim, factor = rope.get("mscale_all_dim", 0), rope.get("factor", 1.0)
     if all_dim and factor > 1 and rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -239,28 +139,30 @@ def _split_heads(heads: int, kv_heads: int, tp: int, notes: list[str]) -> tuple[
     if kv_heads % tp == 0:
         return heads // tp, kv_heads // tp
     if tp % kv_heads:
-        raise InvalidInput("tp must divide num_key_value_heads or be a multiple of it", f"tp {tp} and {kv_heads} KV heads")
+        raise InvalidInput(
+            "tp must divide num_key_value_heads or be a multiple of it", f"tp {tp} and {kv_heads} KV heads"
+        )
     notes.append(f"{kv_heads} KV heads on {tp} ranks: each is held by {tp // kv_heads} ranks")
     return heads // tp, 1
 
 
 def _head_fields(text: Config, tp: int, notes: list[str]) -> dict[str, Any]:
     """Spec fields that say the shape of a head and how many a rank has."""
-    heads = _integer(text, "num_attention_heads")
+    heads = integer(text, "num_attention_heads")
     if text.get("kv_lora_rank"):
-        latent = _integer(text, "kv_lora_rank")
+        latent = integer(text, "kv_lora_rank")
         heads, _ = _split_heads(heads, heads, tp, notes)
         notes.append("MLA: one latent key of kv_lora_rank + qk_rope_head_dim a token, the same on every rank")
-        dims = {"head_dim": latent + _integer(text, "qk_rope_head_dim"), "head_dim_v": latent}
+        dims = {"head_dim": latent + integer(text, "qk_rope_head_dim"), "head_dim_v": latent}
         return {"num_q_heads": heads, "num_kv_heads": 1, "mla": True, "softmax_scale": mla_scale(text), **dims}
     multi_query = text.get("multi_query") and not text.get("new_decoder_architecture")
-    kv_heads = 1 if multi_query else _integer(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
+    kv_heads = 1 if multi_query else integer(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
     heads, kv_heads = _split_heads(heads, kv_heads, tp, notes)
     fields: dict[str, Any] = {"num_q_heads": heads, "num_kv_heads": kv_heads}
     if text.get("head_dim"):
-        fields["head_dim"] = _integer(text, "head_dim")
+        fields["head_dim"] = integer(text, "head_dim")
     else:
-        hidden, whole = _integer(text, "hidden_size"), _integer(text, "num_attention_heads")
+        hidden, whole = integer(text, "hidden_size"), integer(text, "num_attention_heads")
         if hidden % whole:
             raise InvalidInput("the config needs head_dim, as num_attention_heads does not divide hidden_size", hidden)
         fields["head_dim"] = hidden // whole
@@ -285,8 +187,8 @@ def _indexer(text: Config, page_size: int, max_query_len: int) -> IndexerSpec | 
         return None
     pow2 = (text.get("quantization_config") or {}).get("scale_fmt") == "ue8m0"
     return IndexerSpec(
-        num_heads=_integer(text, "index_n_heads"),
-        head_dim=_integer(text, "index_head_dim"),
+        num_heads=integer(text, "index_n_heads"),
+        head_dim=integer(text, "index_head_dim"),
         page_size=page_size,
         scale_format="pow2" if pow2 else "fp32",
         max_query_len=max_query_len,
@@ -306,7 +208,7 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
     """The attention of a model on one rank, layer kind by layer kind.
 
     Args:
-        config: a config.json as a dictionary (`load_config`), with or without a nested text_config.
+        config: a config.json as a dictionary (`configs.load_config`), with or without a nested text_config.
         tp: ranks that the heads are divided over. KV heads are copied where there are more ranks than heads.
         kv_dtype: of the cache; "auto" follows the checkpoint.
         name: what to call the model.
@@ -334,26 +236,34 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
         fields["scale_granularity"] = declared[1] if declared and taken else "tensor"
     common = {**_head_fields(text, tp, notes), **_dtypes(text, notes)}
     alibi = text.get("alibi") or family == "bloom" or (text.get("attn_config") or {}).get("alibi")
-    common |= {"softcap": text.get("attn_logit_softcapping") or None, "sinks": family == "gpt_oss", "alibi": bool(alibi)}
+    common |= {
+        "softcap": text.get("attn_logit_softcapping") or None,
+        "sinks": family == "gpt_oss",
+        "alibi": bool(alibi),
+    }
     # Encoders made of decoders look both ways, and transformers halves their window then.
     both_ways = text.get("use_bidirectional_attention") in (True, "all")
     common["causal"] = not both_ways
     if config.get("vision_config") and family.startswith("gemma3"):
-        notes.append("text only: the mask of image tokens, which see each other, is prefix_mask, and nothing runs it yet")
+        notes.append(
+            "text only: the mask of image tokens, which see each other, is prefix_mask, and nothing runs it yet"
+        )
     kinds = []
     for kind in dict.fromkeys(t for t in types if t != "none"):
         own: dict[str, Any] = {}
         if kind == "sliding_window":
-            window = _integer(text, "sliding_window")
+            window = integer(text, "sliding_window")
             own["window"] = window // 2 + 1 if both_ways else window
         elif kind == "chunked":
-            own["attention_chunk"] = _integer(text, "attention_chunk_size")
+            own["attention_chunk"] = integer(text, "attention_chunk_size")
         spec = AttentionSpec(**{**common, **own, **fields})
         kinds.append(LayerKind(spec.kind, tuple(i for i, t in enumerate(types) if t == kind), spec))
     if "none" in types:
         notes.append(f"{types.count('none')} of {len(types)} layers have no attention and no KV cache")
     if not kinds:
-        raise Unsupported(f"no attention spec for {family}", ["needs a layer with attention; found none in layer_types"])
+        raise Unsupported(
+            f"no attention spec for {family}", ["needs a layer with attention; found none in layer_types"]
+        )
     first = kinds[0].spec
     indexer = _indexer(text, first.page_size, first.max_query_len)
     if indexer is not None:

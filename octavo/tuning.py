@@ -44,8 +44,6 @@ def split_workspace_bytes(
     return -(-total // ALIGNMENT) * ALIGNMENT
 
 
-def no_workspace(
-    spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int
-) -> int:
+def no_workspace(spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int) -> int:
     """0: a backend that keeps nothing between launches."""
     return 0

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import octavo
 import pytest
+
+import octavo
 from octavo import backends, tuning
 from octavo.backends import BACKENDS, BY_NAME, PHASES, WRITTEN, rules_markdown
 from octavo.choose import Choice, _choose, choose
@@ -114,7 +115,7 @@ def check_cell(cell: dict) -> float:
         for name, phase in itertools.product(judged, PHASES):
             for value in expected_values(spec, device, name, phase):
                 assert value in text, (cell, value, text)
-        assert all(not any(r == () for r in refusal.reasons) for _ in refusal.reasons) and refusal.reasons
+        assert refusal.reasons and all(refusal.reasons)
         assert "None" not in str(refusal)
         return seconds
     seconds = time.perf_counter() - start
@@ -225,7 +226,16 @@ def test_a_named_backend_never_falls_back(none_written: None) -> None:
     with pytest.raises(Unsupported) as raised:
         choose(spec, "b200", "gluon")
     text = "\n".join(raised.value.reasons)
-    for value in ("b200 (sm_100)", "none yet", "found nhd", "found fp8_e5m2", "found 16", "found 80", "found 71", "found 9"):
+    for value in (
+        "b200 (sm_100)",
+        "none yet",
+        "found nhd",
+        "found fp8_e5m2",
+        "found 16",
+        "found 80",
+        "found 71",
+        "found 9",
+    ):
         assert value in text
     assert raised.value.nearest == "no backend named (then reference in prefill, reference in decode)"
     assert len(set(raised.value.reasons)) == len(raised.value.reasons)
@@ -300,7 +310,7 @@ def test_workspace_is_monotone_in_each_bound(all_written: None, fields: dict) ->
 
 
 def test_workspace_by_hand(all_written: None) -> None:
-    # 1 sequence, 8 KV heads, 1024 tokens: 4 pieces a head of 4 rows x 129 floats and 4 ints; 8 counters; 256-byte steps.
+    # 1 sequence, 8 KV heads, 1024 tokens: 4 pieces a head of 4 rows x 129 floats and 4 ints; 8 counters; steps of 256.
     total = 32 * (4 * 129 * 4 + 16) + 32
     assert choose(SPEC, "b200").workspace_bytes(1, 1, 1024) == -(-total // 256) * 256
     with pytest.raises(InvalidInput, match="max_context"):
@@ -330,6 +340,16 @@ def test_the_printed_plan_fits_and_names_what_it_needs() -> None:
     choice = choose(SPEC, "b200")
     assert isinstance(choice, Choice)
     text = str(choice)
-    for word in ("prefill", "decode", "reference", "float32", "not gluon", "b200 (sm_100)", "fp8_e4m3", "leaf", "page 64"):
+    for word in (
+        "prefill",
+        "decode",
+        "reference",
+        "float32",
+        "not gluon",
+        "b200 (sm_100)",
+        "fp8_e4m3",
+        "leaf",
+        "page 64",
+    ):
         assert word in text
     assert max(len(line) for line in text.splitlines()[1:]) <= 100

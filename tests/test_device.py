@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from octavo.device import ARCHITECTURES, FP8_DOT, KNOWN, Device, from_properties
 from octavo.errors import InvalidInput
 
@@ -60,9 +61,16 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 5090", "rtx5090"),
-                        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A10", "a10"), ("NVIDIA GB10", "gb10")]
-)  # fmt: skip
+    ("name", "known"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GB10", "gb10"),
+    ],
+)
 def test_properties_become_facts(name: str, known: str) -> None:
     expected = Device.named(known)
     major, minor = divmod(int(expected.arch.removeprefix("sm_")), 10)
@@ -96,5 +104,7 @@ def test_triton_versions_compare_as_numbers(version: str, parsed: tuple[int, int
 
 
 def test_a_named_device_needs_neither_torch_nor_triton() -> None:
-    code = "import sys; from octavo.device import Device; Device.of('b200'); print({'torch', 'triton'} & set(sys.modules))"
+    code = (
+        "import sys; from octavo.device import Device; Device.of('b200'); print({'torch', 'triton'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,0 +1,1 @@
+"""The command `octavo`: one file per command, imported when it is asked for."""
