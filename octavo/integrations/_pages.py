@@ -74,12 +74,12 @@ class PagePool:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages in every layer, token_head scales included."""
         for cache in self.caches:
-            _copy_pages(cache, cache, torch.tensor(sources), torch.tensor(targets))
+            _copy_pages(cache, cache, _host(sources), _host(targets))
 
     def _grow(self, needed: int) -> None:
         before = self.num_pages
         after = max(2 * before, before + needed)
-        pages = torch.arange(before)
+        pages = _host(list(range(before)))
         for layer, cache in enumerate(self.caches):
             self.caches[layer] = self._make(layer, after)
             self.caches[layer].counters.copy_(cache.counters)
@@ -137,8 +137,8 @@ class Sequences:
         self.owned: list[list[int]] = []
         self.current: Step | None = None
         self._dense = 0  # columns since the last one with padding
-        self._ended = [False] * 0  # rows whose last column was padding
-        self._table = torch.zeros(0, 1, dtype=torch.int32)
+        self._ended: list[bool] = []  # rows whose last column was padding
+        self._table = _empty_table(0, 1)
         self._device_table: torch.Tensor | None = None
         weakref.finalize(self, _release_all, pool, self.owned)
 
@@ -156,11 +156,11 @@ class Sequences:
         if earlier is not None and earlier != self.lengths:
             raise InvalidInput(f"attention_mask must show the {self.lengths} tokens that the cache holds", earlier)
         if valid is None:
-            valid = torch.ones(batch, new_columns, dtype=torch.bool)
+            valid = torch.ones(batch, new_columns, dtype=torch.bool, device="cpu")
         self._check_padding(valid)
         counts = valid.sum(1)
-        self._own([n for n in counts.tolist()])
-        order = valid.cumsum(1) - 1 + torch.tensor(self.lengths)[:, None]  # position of each token in its row
+        self._own(counts.tolist())
+        order = valid.cumsum(1) - 1 + _host(self.lengths)[:, None]  # position of each token in its row
         pages = self._table.gather(1, (order // self.page_size).clamp_min(0)).to(torch.int64)
         slots = torch.where(valid, pages * self.page_size + order % self.page_size, -1)
         everything = bool(valid.all())
@@ -170,12 +170,12 @@ class Sequences:
         self.columns += new_columns
         if self._device_table is None:
             self._device_table = self._table.to(self.device)
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        starts = torch.cat([_host([0]), counts.cumsum(0)])
         self.current = Step(
             columns=self.columns,
             slots=slots.flatten().to(self.device),
             rows=None if everything else valid.flatten().nonzero()[:, 0].to(self.device),
-            seq_lens=torch.tensor(self.lengths, dtype=torch.int32).to(self.device),
+            seq_lens=_host(self.lengths).to(torch.int32).to(self.device),
             page_table=self._device_table,
             query_starts=starts.to(torch.int32).to(self.device),
             counts=counts.tolist(),
@@ -216,17 +216,17 @@ class Sequences:
         self.lengths = [0] * batch
         self.owned[:] = [[] for _ in range(batch)]
         self._ended = [False] * batch
-        self._table, self._device_table = torch.zeros(batch, 1, dtype=torch.int32), None
+        self._table, self._device_table = _empty_table(batch, 1), None
 
     def _check_padding(self, valid: torch.Tensor) -> None:
         if not self.windowed:
             return
-        shown = torch.cat([torch.tensor(self.lengths)[:, None] > 0, valid], dim=1)
-        after = torch.tensor(self._ended) & valid.any(1) & (torch.tensor(self.lengths) > 0)
+        shown = torch.cat([_host(self.lengths)[:, None] > 0, valid], dim=1)
+        after = _host(self._ended) & valid.any(1) & (_host(self.lengths) > 0)
         inside = (shown[:, 1:] & (shown.cumsum(1) - shown.long())[:, 1:].gt(0) & ~shown[:, :-1]).any(1)
         # The first column of `shown` stands for the stored tokens, directly before the new columns.
         if bool((after | inside).any()):
-            raise InvalidInput("with a sliding window, padding must not lie between tokens of a sequence (pad on the left)")
+            raise InvalidInput("padding must not lie between tokens where a layer has a window (pad on the left)")
 
     def _own(self, counts: list[int]) -> None:
         """Make each row own writable pages for its new tokens."""
@@ -261,10 +261,21 @@ class Sequences:
         width = self._table.shape[1]
         if widest > width:  # by doubling, so that long generations rebuild it rarely
             width = max(widest, 2 * width)
-        self._table = torch.zeros(len(self.owned), width, dtype=torch.int32)
+        self._table = _empty_table(len(self.owned), width)
         for row, pages in enumerate(self.owned):
-            self._table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._table[row, : len(pages)] = _host(pages)
         self._device_table = None
+
+
+def _host(values: list[int] | list[bool]) -> torch.Tensor:
+    """1-D on the host, whatever torch's default device is."""
+    return torch.tensor(
+        values, dtype=torch.bool if values and isinstance(values[0], bool) else torch.int64, device="cpu"
+    )
+
+
+def _empty_table(rows: int, width: int) -> torch.Tensor:
+    return torch.zeros(rows, width, dtype=torch.int32, device="cpu")
 
 
 def _trailing_dense(valid: torch.Tensor) -> int:

@@ -1,0 +1,1 @@
+"""octavo inside other libraries: each file imports its framework inside its functions."""

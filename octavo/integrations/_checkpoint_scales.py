@@ -1,0 +1,217 @@
+"""KV-cache schemes and scales that a checkpoint declares: compressed-tensors and ModelOpt, per tensor and per head.
+
+Both store scales with x = stored * scale, the convention of this library.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InvalidInput, Unsupported
+from ..formats import check_scale
+
+log = logging.getLogger("octavo")
+
+# layers.3.self_attn.k_scale (compressed-tensors), .self_attn.k_proj.k_scale (ModelOpt), .self_attn.attn.k_scale (vLLM)
+_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
+_ZERO_POINT = re.compile(r"(?:^|\.)layers\.\d+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_zero_point$")
+_OTHER_TOWERS = ("vision", "audio")  # their layers carry the same names
+
+
+@dataclass
+class CheckpointScales:
+    """What a checkpoint says about its KV cache.
+
+    Attributes:
+        source: where it was read, for messages.
+        scheme: "fp8_e4m3" where an FP8 KV cache is declared; None where nothing is.
+        reasons: why a declared scheme cannot be followed; empty if it can.
+        k, v: fp32 scales by layer, [] or [Hk].
+    """
+
+    source: str = "the checkpoint"
+    scheme: str | None = None
+    reasons: list[str] = field(default_factory=list)
+    k: dict[int, torch.Tensor] = field(default_factory=dict)
+    v: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def declares(self) -> bool:
+        """Whether the checkpoint speaks of its KV cache at all."""
+        return bool(self.scheme or self.reasons or self.k or self.v)
+
+    @property
+    def granularity(self) -> str:
+        """head if any scale is per head, else tensor."""
+        return "head" if any(s.dim() for s in (*self.k.values(), *self.v.values())) else "tensor"
+
+
+def read(folder: Path | None, config: Any, num_kv_heads: int, asked: str) -> CheckpointScales:
+    """What the checkpoint in `folder` (None: only `config`) says. Raises InvalidInput for a bad scale.
+
+    config: the loaded model's config, asked where the folder has no config.json. asked: the kv_cache_dtype wanted; the
+    scales themselves are read (and checked) only where an FP8 cache would use them.
+    """
+    found = CheckpointScales()
+    declared = _json(folder, "config.json").get("quantization_config")
+    declared = declared or _as_dict(getattr(config, "quantization_config", None))
+    nested = declared.get("quantization_config")
+    scheme = declared.get("kv_cache_scheme") or (_as_dict(nested).get("kv_cache_scheme") if nested else None)
+    if scheme:
+        found.source = f"{declared.get('quant_method', 'quantization_config')}'s kv_cache_scheme"
+        found.reasons = _scheme_reasons(_as_dict(scheme))
+    algorithm = _json(folder, "hf_quant_config.json").get("quantization", {}).get("kv_cache_quant_algo")
+    algorithm = algorithm or declared.get("kv_cache_quant_algo")
+    if algorithm and not scheme:
+        found.source = "ModelOpt's kv_cache_quant_algo"
+        if str(algorithm).upper() != "FP8":
+            found.reasons.append(f"kv_cache_quant_algo must be FP8; it is {algorithm}")
+    if (scheme or algorithm) and not found.reasons:
+        found.scheme = "fp8_e4m3"
+    if folder is not None and (asked.startswith("fp8") or (asked == "auto" and found.scheme)):
+        _read_tensors(folder, found, num_kv_heads)
+    return found
+
+
+def choose_dtype(asked: str, model_dtype: str, found: CheckpointScales, explicit_scales: bool) -> str:
+    """The cache's dtype: as asked, or with "auto" what the checkpoint declares, else the model's; one log line.
+
+    Raises Unsupported where the checkpoint's scales belong to another format than the one that would use them.
+    """
+    if asked == "auto":
+        if found.reasons:
+            raise Unsupported(f"{found.source} cannot be followed", found.reasons, f"kv_cache_dtype={model_dtype!r}")
+        if found.scheme:
+            log.info("kv_cache_dtype=auto: %s, as %s declares", found.scheme, found.source)
+            return found.scheme
+        log.info("kv_cache_dtype=auto: %s, the model's, as the checkpoint declares no KV-cache scheme", model_dtype)
+        return model_dtype
+    if asked.startswith("fp8") and found.declares and not explicit_scales:
+        reasons = list(found.reasons)
+        if asked != "fp8_e4m3" and not reasons:
+            reasons = [f"the checkpoint's scales are made for fp8_e4m3 ({found.source}); kv_cache_dtype is {asked}"]
+        if reasons:
+            raise Unsupported(f"{asked} cannot use the checkpoint's scales", reasons, "kv_cache_dtype='fp8_e4m3'")
+    if found.scheme and asked != found.scheme:
+        log.info("kv_cache_dtype=%s, as asked; %s declares %s", asked, found.source, found.scheme)
+    return asked
+
+
+def per_layer(
+    name: str, given: Any, read: dict[int, torch.Tensor], num_layers: int, shape: tuple[int, ...], *, expected: bool
+) -> list[torch.Tensor]:
+    """One fp32 scale of `shape` ([] or [Hk]) a layer.
+
+    given: a number, a tensor, a list or a dict by layer; None: `read`, the checkpoint's. A layer without one has 1.0,
+    which is said, for all layers at once, where scales were `expected`. Raises InvalidInput for a bad scale.
+    """
+    if given is None:
+        by_layer = {layer: scale for layer, scale in read.items() if layer < num_layers}  # no draft layers
+    elif isinstance(given, dict):
+        by_layer = given
+    elif isinstance(given, (list, tuple)):
+        if len(given) != num_layers:
+            raise InvalidInput(f"{name} must have one entry for each of {num_layers} layers", len(given))
+        by_layer = dict(enumerate(given))
+    else:
+        by_layer = dict.fromkeys(range(num_layers), given)
+    unknown = [layer for layer in by_layer if layer not in range(num_layers)]
+    if unknown:
+        raise InvalidInput(f"{name} must be of layers 0 to {num_layers - 1}", unknown)
+    missing = [str(layer) for layer in range(num_layers) if layer not in by_layer]
+    if missing and expected:
+        log.warning("%s is missing for layers %s: it is 1.0 there", name, ", ".join(missing))
+    scales = []
+    for layer in range(num_layers):
+        scale = torch.as_tensor(by_layer.get(layer, 1.0)).detach().to("cpu", torch.float32)
+        scale = scale.reshape(()) if scale.numel() == 1 else scale
+        check_scale(f"{name} of layer {layer}", scale, () if scale.dim() == 0 else shape)
+        scales.append(scale.expand(shape).clone())
+    return scales
+
+
+def folder_of(model: Any) -> Path | None:
+    """The local folder that the model was loaded from, a hub snapshot included; None if there is none."""
+    name = getattr(model.config, "_name_or_path", "") or ""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # not a name that the hub could have
+        return None
+    return Path(found).parent if found else None
+
+
+def _read_tensors(folder: Path, found: CheckpointScales, num_kv_heads: int) -> None:
+    """Fill found.k and found.v from the folder's safetensors files, opening only those that hold scales."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return
+    from safetensors import safe_open
+
+    weight_map = _json(folder, "model.safetensors.index.json").get("weight_map", {})
+    holding = {folder / file for key, file in weight_map.items() if _SCALE.search(key) or _ZERO_POINT.search(key)}
+    for file in sorted(holding) if weight_map else files:
+        with safe_open(str(file), framework="pt") as tensors:
+            for key in list(tensors.keys()):
+                if any(tower in key for tower in _OTHER_TOWERS):
+                    continue
+                if match := _SCALE.search(key):
+                    layer, kind = int(match[1]), match[2]
+                    scale = _scale(key, tensors.get_tensor(key), num_kv_heads)
+                    (found.k if kind == "k" else found.v)[layer] = scale
+                elif _ZERO_POINT.search(key) and bool((tensors.get_tensor(key).to(torch.float32) != 0).any()):
+                    found.reasons.append(f"the KV cache must be symmetric; {key} is not 0")
+
+
+def _scale(key: str, stored: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    if stored.numel() not in (1, num_kv_heads):
+        raise InvalidInput(f"{key} must have 1 or {num_kv_heads} elements", f"shape {list(stored.shape)}")
+    scale = stored.to(torch.float32).reshape(() if stored.numel() == 1 else (num_kv_heads,))
+    check_scale(key, scale, tuple(scale.shape))
+    return scale
+
+
+def _scheme_reasons(scheme: dict[str, Any]) -> list[str]:
+    """Why a compressed-tensors kv_cache_scheme cannot be followed."""
+    wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
+    wanted["strategy"] = ("tensor", "attn_head", "head", None)
+    reasons = []
+    for name, allowed in wanted.items():
+        value = scheme.get(name)
+        value = getattr(value, "value", value)  # an enum, where compressed-tensors parsed the config
+        if value not in allowed:
+            known = " or ".join(str(a) for a in allowed if a is not None)
+            reasons.append(f"kv_cache_scheme's {name} must be {known}; it is {value}")
+    return reasons
+
+
+def _json(folder: Path | None, name: str) -> dict[str, Any]:
+    path = folder / name if folder else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidInput(f"{path} must be JSON", error) from error
+    return content if isinstance(content, dict) else {}
+
+
+def _as_dict(thing: Any) -> dict[str, Any]:
+    if thing is None or isinstance(thing, dict):
+        return thing or {}
+    for method in ("to_dict", "model_dump"):
+        if hasattr(thing, method):
+            return getattr(thing, method)()
+    return {}
