@@ -3,7 +3,7 @@
     import octavo
     spec = octavo.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)      # what is asked for
     print(octavo.choose(spec, device="h200"))                                      # which kernel runs, and why no other
-    cache = octavo.PagedCache.allocate(spec, num_pages=64, device="cpu")           # bytes, layout and scales as one object
+    cache = octavo.PagedCache.allocate(spec, num_pages=64, device="cpu")           # bytes, layout, scales in one object
     cache.append(k, v, slots)                                                      # quantise and write
     attn = octavo.Attention(spec, max_batch=8, max_query_tokens=512, max_context=4096, device="cpu")
     attn.plan(seq_lens, page_table, query_starts)                                  # once a step
@@ -66,7 +66,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """Keeps `octavo.attention` and `octavo.choose` the functions: importing the submodules would bind those names to them."""
+    """Keeps `octavo.attention` and `octavo.choose` the functions: importing those submodules would rebind the names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, types.ModuleType)):

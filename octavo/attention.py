@@ -84,7 +84,7 @@ class Attention:
         num_decodes: int | None = None,
         max_query_len: int | None = None,
     ) -> None:
-        """Set the batch that the next runs are for; copies nothing to the host and keeps references to the three tensors.
+        """Set the batch that the next runs are for; copies nothing to the host, keeps references to the three tensors.
 
         seq_lens int32 [B]: tokens in the cache, the new ones included; 0 or less is padding.
         page_table int32 [>= B, max pages]: page ids; what lies beyond a sequence's pages may be anything.
@@ -96,7 +96,9 @@ class Attention:
         _check_int32("seq_lens", seq_lens, "[B]", batch >= 0, self.device)
         table_fits = page_table.dim() == 2 and page_table.shape[0] >= batch
         _check_int32("page_table", page_table, f"[{batch} or more, max pages]", table_fits, self.device)
-        _check_int32("query_starts", query_starts, f"[{batch + 1}]", tuple(query_starts.shape) == (batch + 1,), self.device)
+        _check_int32(
+            "query_starts", query_starts, f"[{batch + 1}]", tuple(query_starts.shape) == (batch + 1,), self.device
+        )
         if page_table.stride(1) != 1:
             raise InvalidInput("page_table must be contiguous in its last dimension", f"strides {page_table.stride()}")
         if batch > self.max_batch:
@@ -221,12 +223,15 @@ def attention(
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine attention over disjoint sets of keys: outs [n, T, Hq, Dv], lses fp32 [n, T, Hq] -> out [T, Hq, Dv], lse [T, Hq].
+    """Combine attention over disjoint sets of keys.
 
+    outs [n, T, Hq, Dv], lses fp32 [n, T, Hq] -> out [T, Hq, Dv] of outs' dtype, lse fp32 [T, Hq].
     A part with lse -inf has no say. Where attention has sinks, pass them to one of the parts only.
     """
     if outs.dim() != 4 or outs.shape[0] < 1 or tuple(lses.shape) != tuple(outs.shape[:3]):
-        raise InvalidInput("outs must be [n, T, Hq, Dv] and lses [n, T, Hq]", f"{list(outs.shape)} and {list(lses.shape)}")
+        raise InvalidInput(
+            "outs must be [n, T, Hq, Dv] and lses [n, T, Hq]", f"{list(outs.shape)} and {list(lses.shape)}"
+        )
     if lses.dtype != torch.float32 or lses.device != outs.device:
         raise InvalidInput(f"lses must be float32 on {outs.device}", f"{dtype_name(lses.dtype)} on {lses.device}")
     return ops.merge_states(outs, lses, ops.cache_backend(outs.device, "merge_states"))

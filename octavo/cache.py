@@ -1,6 +1,6 @@
 """PagedCache: the bytes of one layer's keys and values, with the dtype, layout and scales they are to be read by.
 
-Those four travel as one object, so that a wrong mix cannot be expressed: a kernel is handed the cache, never loose bytes.
+Those four travel as one object, so that a wrong mix cannot be expressed: no kernel is handed loose bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class PagedCache:
 
     Attributes:
         spec: shapes, kv_dtype, layout and scale granularity.
-        k, v: views of the memory: uint8 for FP8, the dtype itself otherwise. nhd [pages, P, Hk, D], hnd [pages, Hk, P, D],
+        k, v: views of the memory: uint8 for FP8, else the dtype itself. nhd [pages, P, Hk, D], hnd [pages, Hk, P, D],
             leaf [pages, Hk, P, D] and V [pages, Hk, Dv, P] with the columns in the leaf order. An MLA cache's v is the
             head of its k.
-        k_scale, v_scale: fp32 [] (tensor), [Hk] (head) or [pages, Hk, P] (token_head); None means 1.0; a 16-bit cache has none.
-        counters: int32 [2]: rows skipped because their slot lies outside the pool (on a GPU), NaN elements written as 0.
+        k_scale, v_scale: fp32 [] (tensor), [Hk] (head) or [pages, Hk, P] (token_head); None means 1.0; a 16-bit
+            cache has none.
+        counters: int32 [2]: rows skipped because their slot lies outside the pool (on a GPU), NaN elements written
+            as 0.
     """
 
     def __init__(self, spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor, k_scale: Scale, v_scale: Scale) -> None:
@@ -121,7 +123,7 @@ class PagedCache:
         return cls(spec, k, v, k_scale, v_scale)
 
     def append(self, k: torch.Tensor, v: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Quantise and write new tokens: k [T, Hk, D], v [T, Hk, Dv] (None for MLA), slots int64 [T] = page * P + offset.
+        """Quantise and write k [T, Hk, D] and v [T, Hk, Dv] (None for MLA) to slots int64 [T] = page * P + offset.
 
         k and v are bfloat16, float16 or float32 of any strides and may have more rows than slots has. Slot -1 skips a
         row; a slot outside the pool is refused on a CPU (InvalidInput) and skipped and counted on a GPU. One launch.
@@ -159,14 +161,14 @@ class PagedCache:
         )
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first n tokens of the sequence whose page ids are page_table_row [max pages]: fp32 k [n, Hk, D], v [n, Hk, Dv], dequantised."""
+        """The first n tokens of the sequence on the pages of page_table_row: fp32 k [n, Hk, D], v [n, Hk, Dv]."""
         if n < 0 or n > page_table_row.shape[0] * self.spec.page_size:
             raise InvalidInput(f"n must be in [0, {page_table_row.shape[0] * self.spec.page_size}]", n)
         k, v, _ = gather(self.spec, self.bytes(), page_table_row, 0, n, torch.float32)
         return k.transpose(0, 1), v.transpose(0, 1)
 
     def convert(self, layout: str) -> PagedCache:
-        """A new cache with the same pages, stored elements and scales in another layout. Raises Unsupported where it cannot hold them."""
+        """A new cache with the same elements and scales in another layout; Unsupported where that cannot hold them."""
         target = PagedCache.allocate(dataclasses.replace(self.spec, layout=layout), self.num_pages, self.device)
         target.k_scale, target.v_scale = _clone(self.k_scale), _clone(self.v_scale)
         target.bytes().k_view(target.spec).copy_(self.bytes().k_view(self.spec))
@@ -232,9 +234,9 @@ class PagedCache:
 def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size: int) -> torch.Tensor:
     """Page ids of an engine's pages as ids of the smaller pages that a cache is viewed in, on the device.
 
-    page_table int32 [B, n] in pages of `page_size` tokens -> int32 [B, n * r], r = page_size / kernel_page_size: page p is
-    pages p r .. p r + r - 1. Ids that are negative, or too large for int32 afterwards, become -1. Raises InvalidInput
-    unless kernel_page_size divides page_size.
+    page_table int32 [B, n] in pages of `page_size` tokens -> int32 [B, n * r], r = page_size / kernel_page_size: page p
+    becomes pages p r .. p r + r - 1. Ids that are negative, or too large for int32 afterwards, become -1. Raises
+    InvalidInput unless kernel_page_size divides page_size.
     """
     if page_size % kernel_page_size:
         raise InvalidInput("the kernel's page size must divide the engine's", f"{kernel_page_size} and {page_size}")
@@ -247,7 +249,7 @@ def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size
 class Memory(NamedTuple):
     """Flat aliases of the memory under K and V (v_pool None where one covers both) and `Strides` into them as a list.
 
-    An op that is handed one flat pool mutates one input, which torch.compile can follow; two overlapping views it cannot.
+    An op handed one flat pool mutates one input, which torch.compile can follow; two overlapping views it cannot.
     """
 
     k_pool: torch.Tensor
@@ -257,7 +259,7 @@ class Memory(NamedTuple):
 
 def _memory(spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> Memory:
     together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    k_start, v_start = k.storage_offset(), v.storage_offset()
+    k_start, v_start = int(k.storage_offset()), int(v.storage_offset())
     start = min(k_start, v_start) if together else k_start
     end = max(_end(k), _end(v)) if together else _end(k)
     k_pool = k.as_strided((end - start,), (1,), start)
@@ -275,7 +277,7 @@ def _page_head_slot(spec: AttentionSpec, t: torch.Tensor) -> tuple[int, int, int
 
 
 def _end(t: torch.Tensor) -> int:
-    return t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    return int(t.storage_offset()) + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
 
 
 def _clone(scale: torch.Tensor | None) -> torch.Tensor | None:

@@ -30,14 +30,18 @@ class CacheBytes:
         """K as [pages, Hk, P, D], whatever the layout."""
         s = self.strides
         shape = (s.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        return self.k_pool.as_strided(shape, (s.k_page, s.k_head, s.k_slot, 1), self.k_pool.storage_offset() + s.k_offset)
+        return self.k_pool.as_strided(
+            shape, (s.k_page, s.k_head, s.k_slot, 1), self.k_pool.storage_offset() + s.k_offset
+        )
 
     def v_view(self, spec: AttentionSpec) -> torch.Tensor:
         """V as [pages, Hk, P, Dv], or [pages, Hk, Dv, P] in token columns for the leaf layout."""
         s = self.strides
         rows, columns = (spec.value_dim, spec.page_size) if spec.layout == "leaf" else (spec.page_size, spec.value_dim)
         shape = (s.num_pages, spec.num_kv_heads, rows, columns)
-        return self.v_pool.as_strided(shape, (s.v_page, s.v_head, s.v_slot, 1), self.v_pool.storage_offset() + s.v_offset)
+        return self.v_pool.as_strided(
+            shape, (s.v_page, s.v_head, s.v_slot, 1), self.v_pool.storage_offset() + s.v_offset
+        )
 
 
 @dataclass(frozen=True)

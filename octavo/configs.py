@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ _E4M3_SCHEME: dict[str, tuple[Any, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class DeclaredCache:
+    """The KV cache that a checkpoint declares.
+
+    Attributes:
+        source: where it says so, for messages.
+        granularity: tensor or head.
+        reasons: why octavo cannot follow it; empty where it is FP8 (e4m3) with static symmetric scales.
+    """
+
+    source: str
+    granularity: str = "tensor"
+    reasons: tuple[str, ...] = ()
+
+
 def load_config(model: str | os.PathLike[str]) -> dict[str, Any]:
     """The config of a known name, or of a folder or file that holds a config.json. InvalidInput if it cannot be read.
 
@@ -36,14 +52,15 @@ def load_config(model: str | os.PathLike[str]) -> dict[str, Any]:
             f"model must be one of {', '.join(KNOWN_MODELS)}, or a folder or file with a config.json", repr(str(model))
         )
     path = path / "config.json" if path.is_dir() else path
-    config = _read_json(path)
+    config = read_json(path)
     quant = path.parent / "hf_quant_config.json"
     if checkpoint_kv(config) is None and quant.exists():
-        config["quantization_config"] = {**(config.get("quantization_config") or {}), **_read_json(quant)}
+        config["quantization_config"] = {**(config.get("quantization_config") or {}), **read_json(quant)}
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; InvalidInput where there is none."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -76,11 +93,10 @@ def integer(text: Config, key: str) -> int:
     return value
 
 
-def checkpoint_kv(config: Config) -> tuple[str, str] | None:
-    """(kv dtype, scale granularity) that a checkpoint declares for its KV cache, or None if it declares none.
+def checkpoint_kv(config: Config) -> DeclaredCache | None:
+    """What a config's quantization_config declares for the KV cache, or None if nothing.
 
-    Reads compressed-tensors' kv_cache_scheme and ModelOpt's kv_cache_quant_algo. A format octavo does not have comes
-    back under its own name.
+    Reads compressed-tensors' kv_cache_scheme, also inside ModelOpt's own block, and ModelOpt's kv_cache_quant_algo.
     """
     quant = text_config(config).get("quantization_config")
     if not isinstance(quant, Mapping):
@@ -88,16 +104,21 @@ def checkpoint_kv(config: Config) -> tuple[str, str] | None:
     inner = quant.get("quantization_config")
     scheme = quant.get("kv_cache_scheme") or (inner.get("kv_cache_scheme") if isinstance(inner, Mapping) else None)
     if isinstance(scheme, Mapping):
-        other = [
-            f"{key} {scheme.get(key)}" for key, followed in _E4M3_SCHEME.items() if scheme.get(key) not in followed
-        ]
-        name = f"a kv_cache_scheme of {', '.join(other)}" if other else "fp8_e4m3"
-        return name, "head" if scheme.get("strategy") in ("attn_head", "head") else "tensor"
+        reasons = []
+        for key, followed in _E4M3_SCHEME.items():
+            value = getattr(scheme.get(key), "value", scheme.get(key))  # an enum, where a library parsed the config
+            if value not in followed:
+                known = " or ".join(str(a) for a in followed if a is not None)
+                reasons.append(f"kv_cache_scheme's {key} must be {known}; it is {value}")
+        granularity = "head" if scheme.get("strategy") in ("attn_head", "head") else "tensor"
+        source = f"{quant.get('quant_method', 'quantization_config')}'s kv_cache_scheme"
+        return DeclaredCache(source, granularity, tuple(reasons))
     nested = quant.get("quantization")
     algorithm = (nested if isinstance(nested, Mapping) else quant).get("kv_cache_quant_algo")
     if not algorithm:
         return None
-    return ("fp8_e4m3" if str(algorithm).upper() == "FP8" else str(algorithm)), "tensor"
+    reasons = [] if str(algorithm).upper() == "FP8" else [f"kv_cache_quant_algo must be FP8; it is {algorithm}"]
+    return DeclaredCache("ModelOpt's kv_cache_quant_algo", "tensor", tuple(reasons))
 
 
 def resolve_kv_dtype(config: Config, asked: str = "auto", name: str = "the checkpoint") -> tuple[str, str]:
@@ -111,19 +132,19 @@ def resolve_kv_dtype(config: Config, asked: str = "auto", name: str = "the check
     if given == "auto":
         if declared is None:
             own = dtype_name(text_config(config).get("dtype") or "bfloat16")
-            return own, f"kv cache dtype auto: {own}, as {name} has no KV scales"
-        if declared[0] != "fp8_e4m3":
-            raise Unsupported(
-                f"kv cache dtype auto cannot follow {name}", [f"needs FP8 (e4m3) KV scales; found {declared[0]}"],
-                "an explicit kv cache dtype",
-            )  # fmt: skip
-        return "fp8_e4m3", f"kv cache dtype auto: fp8_e4m3, as {name} has e4m3 KV scales (per {declared[1]})"
-    if declared is None:
-        return given, f"kv cache dtype {given}, as given" + (
-            "; no KV scales in the config: 1.0" if "fp8" in given else ""
+            return own, f"kv cache dtype auto: {own}, as {name} declares no KV scales"
+        if declared.reasons:
+            what = f"kv cache dtype auto cannot follow {name} ({declared.source})"
+            raise Unsupported(what, declared.reasons, "an explicit kv cache dtype")
+        return (
+            "fp8_e4m3",
+            f"kv cache dtype auto: fp8_e4m3, as {declared.source} declares, a scale per {declared.granularity}",
         )
-    if given == "fp8_e5m2" and declared[0] == "fp8_e4m3":
-        reason = f"needs kv cache dtype fp8_e4m3 or a 16-bit one, as {name}'s KV scales are e4m3's; found {given}"
+    if declared is None:
+        no_scales = "; no KV scales in the config: 1.0" if "fp8" in given else ""
+        return given, f"kv cache dtype {given}, as given{no_scales}"
+    if given == "fp8_e5m2" and not declared.reasons:
+        reason = f"{declared.source} has scales made for fp8_e4m3; the kv cache dtype is {given}"
         raise Unsupported(f"{given} cannot use the KV scales of {name}", [reason], "kv cache dtype fp8_e4m3")
-    used = "used" if given == declared[0] else "not used"
-    return given, f"kv cache dtype {given}, as given; {name}'s KV scales ({declared[0]}, per {declared[1]}) are {used}"
+    used = "used" if given == "fp8_e4m3" and not declared.reasons else "not used"
+    return given, f"kv cache dtype {given}, as given; the scales of {declared.source} are {used}"

@@ -15,7 +15,7 @@ from .errors import InvalidInput
 
 @dataclass(frozen=True)
 class Format:
-    """One storage format of a cache: its torch dtype, the dtype its bytes are held in and, for FP8, the largest finite value."""
+    """One storage format of a cache: torch dtype, the dtype its bytes are held in, the largest finite FP8 value."""
 
     name: str
     dtype: torch.dtype
@@ -37,7 +37,7 @@ TORCH_DTYPES = {name: f.dtype for name, f in FORMATS.items()}
 
 
 def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """`x` of any shape as stored elements of `format`: nearest even, saturating, NaN as 0 for FP8; torch's cast otherwise."""
+    """`x` as stored elements of `format`: for FP8 nearest even, saturating, NaN as 0; torch's cast otherwise."""
     if format.storage != torch.uint8:
         return x.to(format.dtype)
     x = x.to(torch.float32)
@@ -46,7 +46,7 @@ def cast(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def decode(stored: torch.Tensor, format: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Stored elements as numbers of `dtype`, unscaled. e4m3 0x7F and 0xFF, and e5m2's NaN and inf codes, come out as they are."""
+    """Stored elements as numbers of `dtype`, unscaled; NaN and infinity codes come out as they are."""
     return (stored.view(format.dtype) if format.storage == torch.uint8 else stored).to(dtype)
 
 
@@ -76,7 +76,7 @@ def dequantise(
 
 
 def check_scale(name: str, scale: torch.Tensor | float | None, shape: tuple[int, ...]) -> None:
-    """Raise InvalidInput unless every element is finite and positive and the shape is `shape`; reads the values (syncs)."""
+    """Raise InvalidInput unless `scale` has `shape` and every element is finite and positive; synchronises."""
     if scale is None:
         return
     values = torch.as_tensor(scale)

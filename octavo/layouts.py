@@ -1,8 +1,8 @@
 """Where the bytes of a page lie: leaf, nhd and hnd, as strides in storage elements.
 
 docs/cache-layout.md draws them. K(p, h, t, d) = k_offset + p k_page + h k_head + t k_slot + d in all three.
-V is alike in nhd and hnd; in leaf it is transposed, V(p, h, t, d) = v_offset + p v_page + h v_head + d v_slot + column(t),
-so that both operands of Hopper's FP8 tensor cores lie in memory as they are read.
+V is alike in nhd and hnd; in leaf it is transposed, V(p, h, t, d) = v_offset + p v_page + h v_head + d v_slot + c(t)
+with c(t) the token's column, so that both operands of Hopper's FP8 tensor cores lie in memory as they are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def leaf_column(token: int) -> int:
 
 
 def layout_reasons(spec: AttentionSpec) -> list[str]:
-    """Why `spec.layout` cannot hold `spec`'s cache: one sentence per broken rule with the value found; empty if it can."""
+    """Why `spec.layout` cannot hold its cache: one sentence per broken rule with the value found; empty if it can."""
     reasons = []
     if spec.layout == "leaf":
         if not spec.fp8:
@@ -49,7 +49,9 @@ def layout_reasons(spec: AttentionSpec) -> list[str]:
                 f"they are {spec.head_dim} and {spec.value_dim}"
             )
         if spec.mla:
-            reasons.append("layout leaf stores V transposed; an MLA value is the head of its key and has no V of its own")
+            reasons.append(
+                "layout leaf stores V transposed; an MLA value is the head of its key and has no V of its own"
+            )
     if spec.mla and spec.fp8 and spec.scale_granularity == "head":
         reasons.append("an MLA latent is one head: scale_granularity must be tensor or token_head; it is head")
     return reasons

@@ -232,8 +232,8 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
     notes.append(why)
     if fields.get("scale_granularity") is None:
         declared = checkpoint_kv(config)
-        taken = declared is not None and declared[0] == fields["kv_dtype"]
-        fields["scale_granularity"] = declared[1] if declared and taken else "tensor"
+        taken = declared is not None and not declared.reasons and fields["kv_dtype"] == "fp8_e4m3"
+        fields["scale_granularity"] = declared.granularity if declared and taken else "tensor"
     common = {**_head_fields(text, tp, notes), **_dtypes(text, notes)}
     alibi = text.get("alibi") or family == "bloom" or (text.get("attn_config") or {}).get("alibi")
     common |= {

@@ -1,7 +1,7 @@
 """torch.library ops over tensors, so that torch.compile(fullgraph=True) and CUDA graphs see one op each.
 
-Mutated tensors are declared; everything else an op needs travels as ints and strings that mean the same in every process
-(a spec is its JSON, a backend its name), because compiled graphs are cached across processes.
+Mutated tensors are declared; everything else an op needs travels as ints and strings that mean the same in every
+process (a spec is its JSON, a backend its name), because compiled graphs are cached across processes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from .spec import AttentionSpec
 _library = torch.library.Library("octavo", "DEF")
 
 _library.define(
-    "append(Tensor k, Tensor? v, Tensor slots, Tensor(a!) k_pool, Tensor(b!)? v_pool, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, Tensor(e!) counters, int[] strides, str spec, str backend) -> ()"
+    "append(Tensor k, Tensor? v, Tensor slots, Tensor(a!) k_pool, Tensor(b!)? v_pool, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, Tensor(e!) counters, int[] strides, "
+    "str spec, str backend) -> ()"
 )
 _library.define(
     "attention(Tensor q, Tensor k_pool, Tensor? v_pool, Tensor? k_scale, Tensor? v_scale, Tensor seq_lens, "
@@ -45,7 +46,7 @@ def kernel(backend: str, name: str) -> Callable:
 
 
 def cache_backend(device: torch.device, name: str) -> str:
-    """The backend of `append` or `merge_states` on `device`: Triton's on a GPU once it is written, else the reference's."""
+    """The backend of `append` or `merge_states` on `device`: Triton's on a GPU, else the reference's."""
     written = name in WRITTEN["triton"]
     if os.environ.get("OCTAVO_BACKEND") == "triton" and written:
         return "triton"

@@ -52,12 +52,17 @@ def test_layers_share_a_plan_and_run_reads_the_storage_that_plan_was_given():
     one.seq_lens.fill_(17)  # the plan holds references: the same storage, another length
     shorter = attn.run(one.q, one.cache)
     assert not torch.equal(shorter, first)
-    assert torch.equal(shorter, octavo.attention(SPEC, one.q, one.cache, one.seq_lens, one.page_table, one.query_starts))
+    assert torch.equal(
+        shorter, octavo.attention(SPEC, one.q, one.cache, one.seq_lens, one.page_table, one.query_starts)
+    )
 
 
 def test_kinds_share_a_workspace():
     large = attention()
-    assert attention(AttentionSpec(8, 2, 32, page_size=32, window=8), workspace=large.workspace).workspace is large.workspace
+    assert (
+        attention(AttentionSpec(8, 2, 32, page_size=32, window=8), workspace=large.workspace).workspace
+        is large.workspace
+    )
     with pytest.raises(InvalidInput, match=r"workspace must be uint8 \[n\], contiguous"):
         attention(workspace=torch.zeros(4))
 

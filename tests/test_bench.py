@@ -17,7 +17,9 @@ SPEC = AttentionSpec(32, 8, 128)
 
 
 def record(**changes):
-    return Record(**{"case": "decode/x/b1", "op": "decode", "backend": "reference", "run": "r1", "spec": {}, "us": 1.5, **changes})
+    return Record(
+        **{"case": "decode/x/b1", "op": "decode", "backend": "reference", "run": "r1", "spec": {}, "us": 1.5, **changes}
+    )
 
 
 def test_summarise():

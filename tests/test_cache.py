@@ -188,7 +188,9 @@ class TestViews:
     def test_wrong_shape_and_strides(self):
         spec = AttentionSpec(4, 2, 32, layout="nhd")
         with pytest.raises(InvalidInput, match=r"k_bytes must have shape \[2, 64, 2, 32\] for layout nhd"):
-            PagedCache.view(spec, torch.zeros(2, 2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 2, 32, dtype=torch.uint8))
+            PagedCache.view(
+                spec, torch.zeros(2, 2, 64, 32, dtype=torch.uint8), torch.zeros(2, 64, 2, 32, dtype=torch.uint8)
+            )
         leaf = AttentionSpec(4, 2, 32)
         k = torch.zeros(2, 64, 2, 32, dtype=torch.uint8).transpose(1, 2)
         with pytest.raises(InvalidInput, match="k_bytes must be contiguous within a page and head for layout leaf"):
@@ -211,7 +213,11 @@ class TestScales:
     def test_wrong_shape(self):
         with pytest.raises(InvalidInput, match=r"k_scale must have shape \[2\]; came \[4\]"):
             PagedCache.allocate(
-                AttentionSpec(4, 2, 32, scale_granularity="head"), 1, "cpu", k_scale=torch.ones(4), v_scale=torch.ones(2)
+                AttentionSpec(4, 2, 32, scale_granularity="head"),
+                1,
+                "cpu",
+                k_scale=torch.ones(4),
+                v_scale=torch.ones(2),
             )
 
     def test_a_missing_one_means_one_and_is_said_once(self, caplog, monkeypatch):

@@ -1,4 +1,4 @@
-"""The named cases on every backend and device that is here: closed forms, poison, padding, chunked prefill, sinks, windows, a long flat tail."""
+"""The named cases on every backend and device that is here; octavo/testing/cases.py says what each is."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_z5_chunked_prefill_and_prefix_hits_agree(target, layout):
             cache.append(whole.k[rows], whole.v[rows], slots[rows])
             done += n
             lens, starts = torch.tensor([done], dtype=torch.int32), torch.tensor([0, n], dtype=torch.int32)
-            parts.append(octavo.attention(spec, whole.q[rows], cache, lens, whole.page_table, starts, backend=target.backend))
+            parts.append(
+                octavo.attention(spec, whole.q[rows], cache, lens, whole.page_table, starts, backend=target.backend)
+            )
         assert torch.equal(cache.k, whole.cache.k) and torch.equal(cache.v, whole.cache.v)
         # fp32 sums in another order: 144 terms, each rounded to 2^-24 of at most the largest value.
         assert torch.allclose(torch.cat(parts), expected, rtol=0, atol=144 * 2.0**-24 * float(whole.v.abs().max()))
@@ -120,7 +122,7 @@ def test_z9_pages_far_apart_in_the_pool(target):
     spec = AttentionSpec(4, 2, 128)
     page, stride = 2 * 64 * 256, 1_039_680
     first, far = 0, 2066
-    memory = torch.empty(far * stride + 14 * stride, dtype=torch.uint8)  # 2.15 GiB, touched only where pages are written
+    memory = torch.empty((far + 14) * stride, dtype=torch.uint8)  # 2.15 GiB, touched only where pages are written
     k = memory.as_strided((far + 14, 2, 64, 128), (stride, 64 * 256, 128, 1))
     v = memory.as_strided((far + 14, 2, 128, 64), (stride, 64 * 256, 64, 1), 64 * 128)
     assert memory.numel() > 2**31 > page

@@ -9,8 +9,9 @@ import octavo
 from octavo import indexer_ops
 from octavo.formats import FORMATS, quantise, token_scale
 from octavo.indexer import fold_query_scale, token_slots, visible_lengths
-from octavo.indexer_calls import IndexBytes, PagedLogitsCall
-from octavo.reference.mqa_logits import paged_mqa_logits as reference_paged
+from octavo.indexer_calls import IndexBytes, LogitsCall, PagedLogitsCall
+from octavo.reference import mqa_logits as reference
+from octavo.reference.topk import topk_indices
 
 E4M3 = torch.float8_e4m3fn
 NAN, INF = float("nan"), float("inf")
@@ -173,7 +174,7 @@ def test_paged_logits_equal_the_formula(scale_format, page_size, head_dim, heads
     call = PagedLogitsCall(
         q, IndexBytes(cache.pages, scale_format), weights, int32(*lengths), table, 256, exact, fill=-INF
     )
-    reference_paged(call, torch.float64)
+    reference.paged_mqa_logits(call, torch.float64)
     for b, length in enumerate(lengths):
         keys = cache.gather(table[b], length)
         expected = formula(q[b], keys, weights[b * n : (b + 1) * n])
@@ -384,6 +385,30 @@ def test_torch_compile_traces_every_call_as_one_graph():
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
     assert torch.equal(cache.pages, twin.pages)
+
+
+@pytest.mark.parametrize("fill", [None, -1.0])
+def test_logits_and_topk_read_nothing_on_the_host(fill):
+    """Meta tensors have no values to read: what runs on them asks for none, and so can be captured in a CUDA graph.
+
+    The reference's functions are called, not the ops, whose fakes would run instead.
+    """
+    with torch.device("meta"):
+        lens, table = torch.empty(2, dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32)
+        q, weights, out = torch.empty(2, 2, 16, 128, dtype=E4M3), torch.empty(4, 16), torch.empty(4, 180)
+        pages = torch.empty(9, 64, 1, 132, dtype=torch.uint8)
+        for scale_format in ("fp32", "ue8m0"):
+            cache = IndexBytes(pages, scale_format)
+            reference.paged_mqa_logits(PagedLogitsCall(q, cache, weights, lens, table, 180, out, fill))
+        chosen = torch.empty(4, 7, dtype=torch.int32)
+        topk_indices(out, visible_lengths(lens, 2), chosen)
+        assert token_slots(chosen, table, 64, n=2).shape == (4, 7)
+        k, k_scale = torch.empty(50, 128, dtype=E4M3), torch.empty(50)
+        for compressed in (False, True):
+            call = LogitsCall(q[0], k, k_scale, weights[:2], lens, lens, torch.empty(2, 50), fill, compressed)
+            reference.mqa_logits(call)
+        with pytest.raises(RuntimeError):
+            lens.max().item()
 
 
 def test_ops_pass_torchs_own_checks():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from octavo.configs import KNOWN_MODELS, checkpoint_kv, load_config, resolve_kv_dtype
+from octavo.configs import KNOWN_MODELS, DeclaredCache, checkpoint_kv, load_config, resolve_kv_dtype
 from octavo.errors import InvalidInput, Unsupported
 from octavo.models import FAMILIES, Model, model_kinds
 from octavo.spec import IndexerSpec
@@ -282,8 +282,8 @@ def test_what_no_spec_describes_is_refused(extra: dict, found: str) -> None:
     ("asked", "declared", "dtype", "words"),
     [
         ("auto", None, "bfloat16", "no KV scales"),
-        ("auto", SCHEME, "fp8_e4m3", "e4m3 KV scales"),
-        ("auto", MODELOPT, "fp8_e4m3", "e4m3 KV scales"),
+        ("auto", SCHEME, "fp8_e4m3", "compressed-tensors's kv_cache_scheme declares"),
+        ("auto", MODELOPT, "fp8_e4m3", "ModelOpt's kv_cache_quant_algo declares"),
         ("bf16", None, "bfloat16", "as given"),
         ("bf16", SCHEME, "bfloat16", "are not used"),
         ("fp8", None, "fp8_e4m3", "1.0"),
@@ -302,7 +302,7 @@ def test_c3_explicit_against_checkpoint(asked: str, declared: dict | None, dtype
 
 @pytest.mark.parametrize("declared", [SCHEME, MODELOPT])
 def test_c3_e5m2_with_e4m3_scales_is_refused(declared: dict) -> None:
-    with pytest.raises(Unsupported, match="e4m3.*found fp8_e5m2"):
+    with pytest.raises(Unsupported, match="scales made for fp8_e4m3; the kv cache dtype is fp8_e5m2"):
         model_kinds({**LLAMA, "quantization_config": declared}, kv_dtype="fp8_e5m2")
 
 
@@ -312,9 +312,13 @@ def test_a_checkpoint_format_that_octavo_has_not() -> None:
         model_kinds(config)
     assert model_kinds(config, kv_dtype="fp8", layout="nhd").kinds[0].spec.kv_dtype == "fp8_e4m3"
     integer = {**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "int"}}}
-    assert checkpoint_kv(integer) == ("a kv_cache_scheme of type int", "tensor")
+    declared = checkpoint_kv(integer)
+    assert declared is not None and declared.reasons == ("kv_cache_scheme's type must be float; it is int",)
     channels = {**SCHEME["kv_cache_scheme"], "strategy": "channel", "dynamic": True}  # type: ignore[dict-item]
-    with pytest.raises(Unsupported, match="dynamic True, strategy channel"):
+    with pytest.raises(
+        Unsupported,
+        match="(?s)dynamic must be False; it is True.*strategy must be tensor or attn_head or head; it is channel",
+    ):
         model_kinds({**LLAMA, "quantization_config": {"kv_cache_scheme": channels}})
 
 
@@ -331,7 +335,7 @@ def test_a_folder_and_a_file_are_read_and_modelopt_beside_them(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert load_config(tmp_path) == load_config(tmp_path / "config.json") == LLAMA
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
-    assert checkpoint_kv(load_config(tmp_path)) == ("fp8_e4m3", "tensor")
+    assert checkpoint_kv(load_config(tmp_path)) == DeclaredCache("ModelOpt's kv_cache_quant_algo")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,9 @@ VARIANTS = [
 def test_equals_the_formula(changes):
     fields = {"page_size": 32, "out_dtype": "float32", "lse": True, "max_query_len": 2, **changes}
     spec = AttentionSpec(6, 2, 32, **fields)
-    batch = make_batch(spec, [9, 20, 3, 33, 0, 12], [1, 2, 5, 3, 1, 0], seed=1)  # 5 rows on 3 tokens: two rows see nothing
+    batch = make_batch(
+        spec, [9, 20, 3, 33, 0, 12], [1, 2, 5, 3, 1, 0], seed=1
+    )  # 5 rows on 3 tokens: two rows see nothing
     out = batch.run()
     truth, lse = by_loops(batch)
     assert torch.allclose(out.double(), truth, rtol=0, atol=2e-6)
@@ -91,7 +93,11 @@ def test_equals_torch_sdpa():
     spec = AttentionSpec(8, 2, 64, kv_dtype="float32", query_dtype="float32", out_dtype="float32", layout="nhd")
     batch = make_batch(spec, [70], [70])
     expected = torch.nn.functional.scaled_dot_product_attention(
-        batch.q.transpose(0, 1)[None], batch.k.transpose(0, 1)[None], batch.v.transpose(0, 1)[None], is_causal=True, enable_gqa=True
+        batch.q.transpose(0, 1)[None],
+        batch.k.transpose(0, 1)[None],
+        batch.v.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=True,
     )
     assert torch.allclose(batch.run(), expected[0].transpose(0, 1), atol=2e-6)
 
@@ -149,7 +155,10 @@ def test_merge_states_is_attention_over_the_union():
     for page, sinks in ((0, True), (1, False), (2, False)):
         part = batch.with_spec(sinks=sinks)
         part.arguments = dict(batch.arguments) if sinks else {}
-        part.page_table, part.seq_lens = batch.page_table[:, page : page + 1].contiguous(), torch.tensor([32], dtype=torch.int32)
+        part.page_table, part.seq_lens = (
+            batch.page_table[:, page : page + 1].contiguous(),
+            torch.tensor([32], dtype=torch.int32),
+        )
         parts.append(part.run())
         lses.append(part.lse)
     parts.append(torch.full_like(whole, float("nan")))  # a part that saw nothing has no say, whatever it holds

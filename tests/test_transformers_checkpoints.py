@@ -200,13 +200,14 @@ def test_granularities_against_the_checkpoint(tmp_path):
         ("modelopt", "INT8", "kv_cache_quant_algo must be FP8; it is INT8"),
     ],
 )
-def test_schemes_that_cannot_be_followed_are_refused_with_the_reason(tmp_path, format, declare, reason):
-    model = checkpoint(tmp_path, format, both(1.0, 1.0), declare)
-    for asked in ("auto", "fp8"):
-        with pytest.raises(Unsupported, match=reason):
-            enable(model, asked, page_size=32)
+def test_auto_refuses_what_it_cannot_follow_and_explicit_wins(tmp_path, caplog, format, declare, reason):
+    model = checkpoint(tmp_path, format, both(0.25, 0.25), declare)
+    with pytest.raises(Unsupported, match=reason):
+        enable(model, "auto", page_size=32)
     assert enable(model, "bfloat16").specs[0].kv_dtype == "bfloat16"
-    assert enable(model, "fp8", page_size=32, k_scale=1.0, v_scale=1.0).specs[0].kv_dtype == "fp8_e4m3"
+    handle = enable(model, "fp8", page_size=32)
+    assert handle.specs[0].kv_dtype == "fp8_e4m3" and float(handle.caches[0].k_scale or 1.0) == 1.0
+    assert len(messages(caplog, "its scales are 1.0 unless given")) == 1
 
 
 def test_a_zero_point_is_refused(tmp_path):

@@ -32,7 +32,8 @@ class Record:
     """One measured, failed or refused cell.
 
     Attributes:
-        case: a path of a name, "decode/llama-3.1-8b/tp1/b64/ctx4096". op: one of OPS. backend: octavo's or a peer's name.
+        case: a path of a name, "decode/llama-3.1-8b/tp1/b64/ctx4096". op: one of OPS. backend: octavo's or a
+            peer's name.
         run: the run it belongs to; sides of a comparison share it. spec: what was run, layout and page size included.
         us, us_p20, us_p80: microseconds of a call; None with `error`. timing: the method in words.
         bytes, flops: the fewest that the work needs. rel_err, rel_err_bf16: relative error to fp64, and plain bf16's.
@@ -124,7 +125,9 @@ def read_records(paths: Iterable[str | Path]) -> Iterator[Record]:
             try:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
-                raise InvalidInput(f"{place} must hold one JSON object", f"a line that ends or breaks: {error.msg}") from error
+                raise InvalidInput(
+                    f"{place} must hold one JSON object", f"a line that ends or breaks: {error.msg}"
+                ) from error
             if not isinstance(fields, dict):
                 raise InvalidInput(f"{place} must hold one JSON object", type(fields).__name__)
             if fields.get("schema") != SCHEMA:
@@ -137,7 +140,9 @@ def read_records(paths: Iterable[str | Path]) -> Iterator[Record]:
 
 
 def environment(device: Any = None) -> dict[str, str]:
-    """What a figure depends on: GPU or processor, torch, triton, driver and octavo versions, and the commit if there is one."""
+    """What a figure depends on: GPU or processor, torch, triton, driver and octavo versions, and the commit if there is
+    one.
+    """
     import torch
 
     env = {"torch": torch.__version__, "python": platform.python_version(), "octavo": __version__}

@@ -15,27 +15,27 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2
 
 @dataclass(frozen=True)
 class Work:
-    """What must be done at least: bytes moved (each input read once, each output written once) and floating-point operations."""
+    """What must be done at least: bytes (each input read once, each output written once) and operations."""
 
     bytes: int
     flops: int
 
 
 def attention_work(spec: AttentionSpec, seq_lens: Sequence[int], query_lens: Sequence[int]) -> Work:
-    """Of attention: the keys and values that any row sees, queries and outputs; 2 (D + Dv) operations a visible pair and query head."""
+    """Keys and values that any row sees, queries and outputs; 2 (D + Dv) operations a visible pair and query head."""
     tokens = pairs = rows = 0
     for length, n in zip(seq_lens, query_lens, strict=True):
         n = min(n, length)
         rows += n
-        for p in (range(length - n, length) if spec.window else ()):
+        for p in range(length - n, length) if spec.window else ():
             pairs += min(p + 1, spec.window or 0)
         if not spec.window:
             pairs += n * (length - n) + n * (n + 1) // 2 if spec.causal else n * length
         tokens += min(length, spec.window + n - 1) if spec.window else length
-    ends = spec.num_q_heads * (
-        spec.head_dim * _ITEMSIZE[spec.query_dtype] + spec.value_dim * _ITEMSIZE[spec.out_dtype]
+    ends = spec.num_q_heads * (spec.head_dim * _ITEMSIZE[spec.query_dtype] + spec.value_dim * _ITEMSIZE[spec.out_dtype])
+    return Work(
+        tokens * spec.bytes_per_token + rows * ends, 2 * pairs * spec.num_q_heads * (spec.head_dim + spec.value_dim)
     )
-    return Work(tokens * spec.bytes_per_token + rows * ends, 2 * pairs * spec.num_q_heads * (spec.head_dim + spec.value_dim))
 
 
 def append_work(spec: AttentionSpec, tokens: int, source_itemsize: int = 2) -> Work:
@@ -46,7 +46,7 @@ def append_work(spec: AttentionSpec, tokens: int, source_itemsize: int = 2) -> W
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of this machine: device copy (bytes read plus written) and read in TB/s, FP8 matrix product in TFLOP/s; None: not measured."""
+    """Device copy (bytes read plus written) and read in TB/s, FP8 matrix product in TFLOP/s; None: not measured."""
 
     copy_tbs: float | None = None
     read_tbs: float | None = None
@@ -67,6 +67,11 @@ def measure_ceilings(device: torch.device | str, gib: float = 2.0) -> Ceilings:
     a = torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     product = time_calls(
-        [lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)], device
+        [
+            lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+                a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
+        ],
+        device,
     )
     return Ceilings(8 * n / copy.us / 1e6, 4 * n / read.us / 1e6, 2 * 8192**3 / product.us / 1e6)

@@ -1,8 +1,8 @@
 """How long one call takes, by one method for octavo's kernels and for its peers.
 
-On a GPU: the calls, one for each of several data sets that together exceed the L2 cache, are captured in one CUDA graph,
-so that every call finds its data cold and the host's launch time is not in the figure; the graph is replayed and each
-replay's time, by device events, is divided by its calls. On a CPU: the calls are timed one by one with a clock.
+On a GPU: the calls, one for each of several data sets that together exceed the L2 cache, are captured in one CUDA
+graph, so that every call finds its data cold and the host's launch time is not in the figure; the graph is replayed
+and each replay's time, by device events, is divided by its calls. On a CPU the calls are timed one by one with a clock.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ def time_calls(
 ) -> Timing:
     """Time `calls`, the same work over different data each, for about `seconds` and at least `least` repeats.
 
-    Calls must not allocate what they keep, nor synchronise, on a GPU: they are captured. Raises InvalidInput for no calls.
+    On a GPU they are captured: they must not synchronise, nor allocate what they keep. InvalidInput for no calls.
     """
     if not calls:
         raise InvalidInput("calls must hold at least one call", "none")
     device = torch.device(device)
-    samples = _graph_samples(calls, device, seconds, least) if device.type == "cuda" else _clock_samples(calls, seconds, least)
+    samples = (
+        _graph_samples(calls, device, seconds, least)
+        if device.type == "cuda"
+        else _clock_samples(calls, seconds, least)
+    )
     return summarise(samples, GRAPH if device.type == "cuda" else CLOCK)
 
 
@@ -54,7 +58,7 @@ def summarise(samples: Sequence[float], method: str) -> Timing:
 
 
 def sets_needed(bytes_per_call: int, l2_bytes: int) -> int:
-    """How many data sets make every call find its own cold: their sum without the one in use exceeds four times the L2 cache."""
+    """How many data sets make every call find its own cold: those not in use exceed the L2 cache four times over."""
     return min(64, 1 + -(-4 * l2_bytes // max(bytes_per_call, 1)))
 
 

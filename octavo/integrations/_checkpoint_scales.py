@@ -5,7 +5,6 @@ Both store scales with x = stored * scale, the convention of this library.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..configs import checkpoint_kv, load_config, read_json
 from ..errors import InvalidInput, Unsupported
 from ..formats import check_scale
 
@@ -60,30 +60,28 @@ def read(folder: Path | None, config: Any, num_kv_heads: int, asked: str) -> Che
     scales themselves are read (and checked) only where an FP8 cache would use them.
     """
     found = CheckpointScales()
-    declared = _json(folder, "config.json").get("quantization_config")
-    declared = declared or _as_dict(getattr(config, "quantization_config", None))
-    nested = declared.get("quantization_config")
-    scheme = declared.get("kv_cache_scheme") or (_as_dict(nested).get("kv_cache_scheme") if nested else None)
-    if scheme:
-        found.source = f"{declared.get('quant_method', 'quantization_config')}'s kv_cache_scheme"
-        found.reasons = _scheme_reasons(_as_dict(scheme))
-    algorithm = _json(folder, "hf_quant_config.json").get("quantization", {}).get("kv_cache_quant_algo")
-    algorithm = algorithm or declared.get("kv_cache_quant_algo")
-    if algorithm and not scheme:
-        found.source = "ModelOpt's kv_cache_quant_algo"
-        if str(algorithm).upper() != "FP8":
-            found.reasons.append(f"kv_cache_quant_algo must be FP8; it is {algorithm}")
-    if (scheme or algorithm) and not found.reasons:
-        found.scheme = "fp8_e4m3"
-    if folder is not None and (asked.startswith("fp8") or (asked == "auto" and found.scheme)):
+    declared = checkpoint_kv(_config(folder, config))
+    if declared is not None:
+        found.source, found.reasons = declared.source, list(declared.reasons)
+        found.scheme = None if declared.reasons else "fp8_e4m3"
+    wanted = asked.startswith("fp8") or (asked == "auto" and found.scheme is not None)
+    if folder is not None and wanted and not found.reasons:
         _read_tensors(folder, found, num_kv_heads)
     return found
+
+
+def _config(folder: Path | None, config: Any) -> dict[str, Any]:
+    """The checkpoint's config as it lies in its folder, else what the loaded model kept of its quantization_config."""
+    if folder is not None and (folder / "config.json").is_file():
+        return load_config(folder)
+    return {"quantization_config": _as_dict(getattr(config, "quantization_config", None))}
 
 
 def choose_dtype(asked: str, model_dtype: str, found: CheckpointScales, explicit_scales: bool) -> str:
     """The cache's dtype: as asked, or with "auto" what the checkpoint declares, else the model's; one log line.
 
-    Raises Unsupported where the checkpoint's scales belong to another format than the one that would use them.
+    Raises Unsupported where "auto" cannot follow the checkpoint, and for e5m2 with scales that are e4m3's. An explicit
+    FP8 cache on a scheme that cannot be followed leaves its scales unused, which is said.
     """
     if asked == "auto":
         if found.reasons:
@@ -93,12 +91,13 @@ def choose_dtype(asked: str, model_dtype: str, found: CheckpointScales, explicit
             return found.scheme
         log.info("kv_cache_dtype=auto: %s, the model's, as the checkpoint declares no KV-cache scheme", model_dtype)
         return model_dtype
-    if asked.startswith("fp8") and found.declares and not explicit_scales:
-        reasons = list(found.reasons)
-        if asked != "fp8_e4m3" and not reasons:
-            reasons = [f"the checkpoint's scales are made for fp8_e4m3 ({found.source}); kv_cache_dtype is {asked}"]
-        if reasons:
-            raise Unsupported(f"{asked} cannot use the checkpoint's scales", reasons, "kv_cache_dtype='fp8_e4m3'")
+    if asked.startswith("fp8") and found.reasons:
+        log.warning("kv_cache_dtype=%s, as asked; its scales are 1.0 unless given: %s", asked, "; ".join(found.reasons))
+        found.k.clear()
+        found.v.clear()
+    elif asked.startswith("fp8") and asked != "fp8_e4m3" and found.declares and not explicit_scales:
+        reason = f"the checkpoint's scales are made for fp8_e4m3 ({found.source}); kv_cache_dtype is {asked}"
+        raise Unsupported(f"{asked} cannot use the checkpoint's scales", [reason], "kv_cache_dtype='fp8_e4m3'")
     if found.scheme and asked != found.scheme:
         log.info("kv_cache_dtype=%s, as asked; %s declares %s", asked, found.source, found.scheme)
     return asked
@@ -160,7 +159,8 @@ def _read_tensors(folder: Path, found: CheckpointScales, num_kv_heads: int) -> N
         return
     from safetensors import safe_open
 
-    weight_map = _json(folder, "model.safetensors.index.json").get("weight_map", {})
+    index = folder / "model.safetensors.index.json"
+    weight_map = read_json(index).get("weight_map", {}) if index.is_file() else {}
     holding = {folder / file for key, file in weight_map.items() if _SCALE.search(key) or _ZERO_POINT.search(key)}
     for file in sorted(holding) if weight_map else files:
         with safe_open(str(file), framework="pt") as tensors:
@@ -181,31 +181,6 @@ def _scale(key: str, stored: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     scale = stored.to(torch.float32).reshape(() if stored.numel() == 1 else (num_kv_heads,))
     check_scale(key, scale, tuple(scale.shape))
     return scale
-
-
-def _scheme_reasons(scheme: dict[str, Any]) -> list[str]:
-    """Why a compressed-tensors kv_cache_scheme cannot be followed."""
-    wanted = {"type": ("float",), "num_bits": (8,), "dynamic": (False, None), "symmetric": (True, None)}
-    wanted["strategy"] = ("tensor", "attn_head", "head", None)
-    reasons = []
-    for name, allowed in wanted.items():
-        value = scheme.get(name)
-        value = getattr(value, "value", value)  # an enum, where compressed-tensors parsed the config
-        if value not in allowed:
-            known = " or ".join(str(a) for a in allowed if a is not None)
-            reasons.append(f"kv_cache_scheme's {name} must be {known}; it is {value}")
-    return reasons
-
-
-def _json(folder: Path | None, name: str) -> dict[str, Any]:
-    path = folder / name if folder else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidInput(f"{path} must be JSON", error) from error
-    return content if isinstance(content, dict) else {}
 
 
 def _as_dict(thing: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _write(
     offset: torch.Tensor,
     token: torch.Tensor | None = None,
 ) -> None:
-    """Write the live rows of x [T, Hk, D] to view [pages, Hk, P, D] at (page, :, offset); `token` indexes the scales."""
+    """Write the live rows of x [T, Hk, D] to view [pages, Hk, P, D] at (page, :, offset); `token` is the scales'."""
     format = FORMATS[call.spec.kv_dtype]
     rows = x[: live.shape[0]][live]
     if call.spec.fp8:

@@ -1,7 +1,7 @@
 """attention: softmax(scale q k^T + bias) v over paged keys and values, written as the formula.
 
-A sequence of n query rows and s tokens has its rows at positions s - n .. s - 1 (bottom-right). With p a row's position,
-token t < s is visible to it if
+A sequence of n query rows and s tokens has its rows at positions s - n .. s - 1 (bottom-right). With p a row's
+position, token t < s is visible to it if
 
     t <= p                                  (causal)
     p - t < window, and t - p < window      (window; the second only binds where not causal)
@@ -71,7 +71,7 @@ def first_token(spec: AttentionSpec, position: int) -> int:
 def gather(
     spec: AttentionSpec, cache: CacheBytes, pages: torch.Tensor, begin: int, end: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [begin, end) of the sequence whose page ids are `pages`: k [Hk, n, D] and v [Hk, n, Dv] dequantised, live [n].
+    """Tokens [begin, end) of the sequence on `pages`: k [Hk, n, D], v [Hk, n, Dv] dequantised, live bool [n].
 
     A token on a page outside the pool is not live; its values are 0.
     """
@@ -143,7 +143,7 @@ def _attend(
 
 
 def visible_tokens(spec: AttentionSpec, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """bool [rows, tokens]: what the mask of `spec` lets rows at `positions` see; the law that the module docstring states."""
+    """bool [rows, tokens]: what the mask of `spec` lets rows at `positions` see, as the module docstring states it."""
     p, t = positions[:, None], tokens[None, :]
     visible = torch.ones(p.shape[0], t.shape[1], dtype=torch.bool, device=tokens.device)
     visible &= p >= 0
@@ -157,7 +157,7 @@ def visible_tokens(spec: AttentionSpec, positions: torch.Tensor, tokens: torch.T
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """Slopes of Press et al. 2021 for `heads` heads: fp32 [heads], 2^(-8 i / n) for n the power of two below, then every other one of 2 n."""
+    """Slopes of Press et al. 2021, fp32 [heads]: 2^(-8 i / n) for n the power of two below, then odd ones of 2 n."""
     n = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / n) for i in range(heads - n)]

@@ -1,7 +1,7 @@
 """merge_states: attention over the union of disjoint sets of keys, from the attention over each.
 
-out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). Edge case: a part whose lse is -inf has no say, whatever
-its output holds (NaN too); where every part's is -inf the result is 0 and -inf.
+out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i). Edge case: a part whose lse is -inf has no say,
+whatever its output holds (NaN too); where every part's is -inf the result is 0 and -inf.
 """
 
 from __future__ import annotations

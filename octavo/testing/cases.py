@@ -29,7 +29,7 @@ def batch_of(
     v_scale: float | None = None,
     **arguments: torch.Tensor,
 ) -> Batch:
-    """A batch of given q [T, Hq, D], k [tokens, Hk, D] and v [tokens, Hk, Dv], on q's device, through shuffled pages."""
+    """A batch of given q [T, Hq, D], k [tokens, Hk, D], v [tokens, Hk, Dv] on q's device, through shuffled pages."""
     device = q.device
     table, num_pages = page_table_for(seq_lens, spec.page_size, torch.Generator().manual_seed(1))
     table = table.to(device)
@@ -62,7 +62,9 @@ def scale_probe(spec: AttentionSpec, rows: int = 1, device: str | None = None) -
     return batch, math.tanh(2.0) / 2 if spec.fp8 else 1.0
 
 
-def sink_probe(spec: AttentionSpec, sink: float, v_scale: float = 0.5, device: str | None = None) -> tuple[Batch, float]:
+def sink_probe(
+    spec: AttentionSpec, sink: float, v_scale: float = 0.5, device: str | None = None
+) -> tuple[Batch, float]:
     """Z11: uniform scores over 3 tokens of stored V 1, and a sink of `sink`: 3 / (3 + exp(sink)) x v_scale."""
     spec = replace(spec, sinks=True)
     ones = torch.ones(3, spec.num_kv_heads, spec.value_dim, dtype=torch.bfloat16, device=device) * v_scale

@@ -1,4 +1,4 @@
-"""Errors beside the error that has to be expected: to fp64 attention over the same bytes, next to plain bf16 attention's.
+"""Errors beside the error to expect: to fp64 attention over the same bytes, next to plain bf16 attention's.
 
 No tolerance here is tuned. A result passes if its error to fp64 is at most `factor` times the error that attention
 written plainly in bf16 torch makes on the same dequantised keys and values, plus what rounding the output costs.
@@ -100,7 +100,7 @@ def plain_bf16(batch: Batch) -> torch.Tensor:
 
 
 def errors(batch: Batch, out: torch.Tensor) -> Errors:
-    """How far `out` [T, Hq, Dv], a result of the batch, is from fp64, beside plain bf16 attention; rounding to out_dtype is on both sides."""
+    """How far `out`, a result of the batch, is from fp64, beside plain bf16 attention; both rounded to out_dtype."""
     truth, _ = exact(batch)
     plain = plain_bf16(batch).to(torch.float64)
     got = out.to(torch.float64)

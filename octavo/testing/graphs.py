@@ -10,7 +10,7 @@ import torch
 class Captured:
     """A step captured over fixed storage. `replay()` runs it again with whatever that storage now holds.
 
-    On a CUDA device `step` is captured in a CUDA graph, if `graphs` (a backend whose graph support is "never" cannot be);
+    On a CUDA device `step` is captured in a CUDA graph, unless not `graphs` (a backend whose graph support is "never");
     otherwise replay calls `step`, and what is tested is that it reads its inputs from the same storage each time.
     """
 

@@ -18,7 +18,7 @@ class Batch:
     """One step's tensors and a filled cache.
 
     Attributes:
-        spec, q [T, Hq, D], cache, seq_lens [B], page_table [B, max pages], query_starts [B + 1]: as `octavo.attention` takes them.
+        spec, q, cache, seq_lens, page_table, query_starts: as `octavo.attention` takes them.
         k, v: what was appended, in order of the sequences: [sum of lengths, Hk, D] and [.., Hk, Dv].
         arguments: sinks, q_scale, out_scale, as spec wants.
     """
@@ -38,7 +38,9 @@ class Batch:
         spec, rows = self.spec, self.q.shape[0]
         attention = attention or self.attention(backend)
         attention.plan(self.seq_lens, self.page_table, self.query_starts, **plan)
-        out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device=self.q.device)
+        out = torch.empty(
+            rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device=self.q.device
+        )
         out.view(torch.uint8).fill_(0xFF)
         self.lse = torch.full((rows, spec.num_q_heads), float("nan"), device=self.q.device) if spec.lse else None
         return attention.run(self.q, self.cache, out=out, lse=self.lse, **self.arguments)
@@ -74,7 +76,7 @@ def slots_of(page_table: torch.Tensor, page_size: int, seq_lens: Sequence[int]) 
 def page_table_for(
     seq_lens: Sequence[int], page_size: int, generator: torch.Generator, spare_pages: int = 3
 ) -> tuple[torch.Tensor, int]:
-    """A table int32 [B, max pages] of distinct shuffled pages, garbage beyond each sequence's, and the pool's size in pages."""
+    """A table int32 [B, max pages] of shuffled pages, garbage beyond each sequence's; and the pool's size in pages."""
     counts = [-(-n // page_size) for n in seq_lens]
     num_pages = max(1, sum(counts) + spare_pages)
     order = torch.randperm(num_pages, generator=generator, dtype=torch.int32, device="cpu")

@@ -9,9 +9,9 @@ from ..layouts import leaf_column
 
 
 def poison(cache: PagedCache, live_slots: torch.Tensor, value: int = 0x7F) -> None:
-    """Set every byte outside `live_slots` (int64, page * P + offset) to `value`: 0x7F is NaN in e4m3, e5m2 and, doubled, fp16; 0xFF in bf16 too.
+    """Set every byte outside `live_slots` (int64, page * P + offset) to `value`.
 
-    token_head scales of dead tokens become NaN.
+    0x7F is NaN in e4m3, e5m2 and, doubled, fp16; 0xFF is NaN in bf16 too. token_head scales of dead tokens become NaN.
     """
     spec = cache.spec
     pages, size = cache.num_pages, spec.page_size
