@@ -15,10 +15,10 @@ PY := $(VENV)/bin/python
 endif
 
 # Two processes of one thread each are faster than one of two threads: the tests' tensors are small.
-PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo -n 2)
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q
+PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n 2')
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help setup demo test test-all test-gpu check format
+.PHONY: help setup demo test test-all test-gpu check format docs
 
 help:
 	@echo 'make demo       a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-all   the same and the slow tests'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU'
 	@echo 'make format     rewrite the files in the project style'
+	@echo 'make docs       rewrite what the docs show of the command line, and docs/rules.md'
 
 setup:
 	@$(PYTHON) tools/environment.py $(VENV)
@@ -40,7 +41,7 @@ test-all: check
 	$(PYTEST) $(PARALLEL) -m 'not gpu' $(ARGS)
 
 test-gpu: setup
-	$(PY) -m pytest -q -m gpu $(ARGS)
+	$(PY) -m pytest -m gpu $(ARGS)
 
 check: setup
 	$(call tool,ruff,check .)
@@ -50,6 +51,9 @@ check: setup
 format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: setup
+	$(PY) tools/refresh_docs.py
 
 # A .venv has every tool. A system Python may not: that is said, and the tests still run.
 ifeq ($(VENV),system)

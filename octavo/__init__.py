@@ -50,7 +50,25 @@ _HOMES = {
     "paged_mqa_logits": "indexer",
     "topk_indices": "indexer",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "Choice",
+    "Device",
+    "IndexerCache",
+    "IndexerSpec",
+    "InvalidInput",
+    "OctavoError",
+    "PagedCache",
+    "Unsupported",
+    "attention",
+    "choose",
+    "expand_page_table",
+    "merge_states",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "topk_indices",
+]
 
 
 def __getattr__(name: str) -> Any:

