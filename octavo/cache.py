@@ -47,7 +47,7 @@ class PagedCache:
         self.k_scale, self.v_scale = k_scale, v_scale
         self.counters = torch.zeros(2, dtype=torch.int32, device=k.device)
         self._spec_json = spec.to_json()
-        self._append_backend = ops.cache_backend(self.device, "append")
+        self.append_backend = ops.cache_backend(self.device, "append")
         self.cache_fields = spec.cache_fields
         self.memory = _memory(spec, k, v)
 
@@ -157,7 +157,7 @@ class PagedCache:
             self.counters,
             self.memory.strides,
             self._spec_json,
-            self._append_backend,
+            self.append_backend,
         )
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:

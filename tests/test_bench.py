@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from octavo import AttentionSpec, InvalidInput
+from octavo.bench import cases
+from octavo.bench.measure import measure
 from octavo.bench.records import Record, RecordFile, environment, read_records
 from octavo.bench.roofline import append_work, attention_work, measure_ceilings
 from octavo.bench.timing import CLOCK, sets_needed, summarise, time_calls
@@ -104,3 +107,39 @@ def test_a_record_has_a_time_or_an_error():
         record(error="no")
     with pytest.raises(InvalidInput, match="op must be one of decode"):
         record(op="attention")
+
+
+class TestMeasure:
+    """One case on one backend, on the CPU."""
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            cases.decode(replace(SPEC, num_q_heads=8, num_kv_heads=2), 3, 100),
+            cases.decode(replace(SPEC, num_q_heads=8, num_kv_heads=2, max_query_len=4, layout="nhd"), 2, 70),
+            cases.prefill(replace(SPEC, num_q_heads=8, num_kv_heads=2, page_size=32), 2, 40, 90),
+        ],
+        ids=lambda case: case.name,
+    )
+    def test_attention_is_checked_and_timed(self, case):
+        made = measure(case, "reference", "cpu", run="r", seconds=0.0)
+        assert made.error is None and made.us > 0 and made.op == case.name.split("/")[0]
+        assert made.rel_err < 1.1 * made.rel_err_bf16 and made.bytes == case.work.bytes
+
+    def test_append_is_timed(self):
+        made = measure(cases.append(SPEC, 2, 30), "reference", "cpu", run="r", seconds=0.0)
+        assert made.us > 0 and made.bytes == 60 * (8 * 256 * 2 + 2048 + 8) and made.rel_err is None
+
+    def test_a_refusal_is_a_record(self):
+        made = measure(cases.decode(SPEC, 1, 64), "gluon", "cpu", run="r")
+        assert made.us is None and made.error.startswith("Unsupported: ") and "sm_90" in made.error
+
+    def test_a_wrong_result_is_not_timed(self, monkeypatch):
+        monkeypatch.setattr("octavo.reference.decode.attention", lambda call, phase: call.out.fill_(9.0))
+        made = measure(cases.decode(SPEC, 1, 64), "reference", "cpu", run="r")
+        assert made.us is None and made.error.startswith("wrong: relative error")
+
+    def test_names_tell_cases_apart(self):
+        specs = [SPEC, *(replace(SPEC, **c) for c in ({"window": 9}, {"layout": "hnd"}, {"precision": "exact"}))]
+        assert len({cases.prefill(s, 1, 8).name for s in specs}) == 4
+        assert [s.layout for s in cases.in_layouts(replace(SPEC, page_size=16))] == ["nhd", "hnd"]
