@@ -1,18 +1,96 @@
-"""Sizes that follow from a spec and a device: so far the workspace of split-KV decode.
+"""Sizes that follow from a spec and a device: tiles of the Triton kernels, and the workspace of split-KV decode.
 
-Plain functions, pure and monotone in the three bounds, so that a workspace sized for the largest batch holds every
-smaller one.
+Plain functions and tables, pure; what sizes a workspace is monotone in the three bounds, so that one sized for the
+largest batch holds every smaller one.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
 
 from .device import Device
 from .spec import AttentionSpec
 
 SPLIT_TOKENS = 256  # the fewest tokens worth a program of their own: below it the merge costs more than it hides
+INVARIANT_SPLITS = 32  # the most pieces of a sequence with batch_invariant: they are there whether the GPU is full or not
 PROGRAMS_PER_SM = 4  # the most decode programs that an SM runs at once
 UNIT_INTS = 4  # int32 of schedule a unit of work has: sequence, head, first tile, end tile
+MAX_TILE_TOKENS = 128
+WARPGROUP_DOT = ("sm_90", "sm_100", "sm_103")  # tensor cores that take operands from shared memory
 ALIGNMENT = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A program's share of attention: packed query rows, tokens a step, and Triton's num_warps and num_stages."""
+
+    rows: int
+    tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def padded(dim: int) -> int:
+    """The power of two that a tile's side has for `dim` elements."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tile_tokens(spec: AttentionSpec, wanted: int) -> int:
+    """Tokens of a tile, a power of two of at most `wanted`: one that divides the page in the leaf layout, whose tiles lie on one page."""
+    if spec.layout == "leaf":
+        while spec.page_size % wanted:
+            wanted //= 2
+    return wanted
+
+
+def stages(spec: AttentionSpec, tokens: int, room: int, most: int) -> int:
+    """Triton's num_stages for up to `most` tiles of K and V in flight in `room` bytes of shared memory.
+
+    Two a tile: its page ids are loaded before it.
+    """
+    tile = tokens * (padded(spec.head_dim) + padded(spec.value_dim)) * spec.kv_itemsize
+    return 2 * max(2, min(most, room // tile))
+
+
+def decode_tile(spec: AttentionSpec, device: Device, query_rows: int) -> Tile:
+    """Tile of decode for sequences of at most `query_rows` rows."""
+    dim = max(padded(spec.head_dim), padded(spec.value_dim))
+    rows = min(padded(query_rows * spec.group_size), 64 if dim <= 128 else 32 if dim <= 256 else 16)
+    tokens = tile_tokens(spec, 64 if dim <= 128 or (dim <= 256 and device.fp8_dot) else 32)
+    # Two warps: what they hand each other through shared memory is what bounds decode, not the arithmetic.
+    warps = 8 if dim > 256 else 2 if rows == 16 and dim <= 128 and spec.fp8 else 4
+    return Tile(rows, tokens, warps, stages(spec, tokens, device.shared_memory // 4, 3))
+
+
+def prefill_tile(spec: AttentionSpec, device: Device, fp8_dot: bool) -> Tile:
+    """Tile of prefill; fp8_dot: its products are FP8."""
+    dim = max(padded(spec.head_dim), padded(spec.value_dim))
+    if device.arch in WARPGROUP_DOT:
+        # 64 rows a warpgroup and two programs an SM: one's softmax runs beside another's products.
+        rows, tokens, warps = (64, 64, 4) if dim <= 128 else (64, 32, 8) if dim <= 256 else (32, 16, 8)
+    else:  # both operands in registers
+        rows, tokens, warps = (64, 32, 4) if dim <= 128 else (32, 32, 4) if dim <= 256 else (16, 16, 8)
+    if spec.scale_granularity == "token_head":
+        tokens //= 2  # scales in registers beside them
+    if fp8_dot:
+        tokens = max(tokens, 32)  # the depth of one FP8 instruction
+    tokens = tile_tokens(spec, tokens)
+    room = device.shared_memory // 2 - rows * padded(spec.head_dim) * 2 - tokens * dim * 4
+    return Tile(rows, tokens, warps, stages(spec, tokens, room, 3))
+
+
+def most_tokens(spec: AttentionSpec, max_context: int) -> int:
+    """The most tokens of a sequence that decode goes over: all, or those of the window and what is left of its tiles."""
+    if spec.window is None:
+        return max_context
+    return min(max_context, spec.window + spec.max_query_len - 1 + 2 * MAX_TILE_TOKENS)
+
+
+def sequence_splits(spec: AttentionSpec, max_context: int) -> int:
+    """The most pieces of one sequence."""
+    splits = max(1, -(-most_tokens(spec, max_context) // SPLIT_TOKENS))
+    return min(splits, INVARIANT_SPLITS) if spec.batch_invariant else splits
 
 
 def split_units(spec: AttentionSpec, device: Device, max_batch: int, max_context: int) -> int:
@@ -22,12 +100,16 @@ def split_units(spec: AttentionSpec, device: Device, max_batch: int, max_context
     that fills idle programs, so there is at most one piece an item and one more for each program that the device
     runs at once. Not so with batch_invariant: there a row's cuts must not depend on the other rows.
     """
-    context = max_context if spec.window is None else min(max_context, spec.window + spec.max_query_len - 1)
     items = max_batch * spec.num_kv_heads
-    most = items * max(1, -(-context // SPLIT_TOKENS))
+    most = items * sequence_splits(spec, max_context)
     if spec.batch_invariant:
         return most
     return min(most, items + device.num_sms * PROGRAMS_PER_SM)
+
+
+def decode_units(spec: AttentionSpec, device: Device, batch: int, context: int) -> int:
+    """Pieces of sequences, each for all KV heads, that Triton's decode makes room for; at least one a sequence."""
+    return max(batch, split_units(spec, device, batch, context) // spec.num_kv_heads)
 
 
 def split_workspace_bytes(
@@ -47,3 +129,96 @@ def split_workspace_bytes(
 def no_workspace(spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int) -> int:
     """0: a backend that keeps nothing between launches."""
     return 0
+
+
+# ---- Hopper's decode (kernels/gluon)
+
+HOPPER_SHARED_MEMORY = 228 * 1024  # bytes of an SM; every program takes HOPPER_RESERVED of it
+HOPPER_RESERVED = 1024
+HOPPER_SCRATCH = 2048  # barriers, the exchange of column maxima and what the compiler takes
+HOPPER_COLUMNS = 32  # query columns of one pass: more would not leave registers for the accumulators
+HOPPER_TILE_BYTES = 32 * 1024  # of K and V^T: with smaller tiles the barriers of each cost bandwidth
+HOPPER_PIECE_TOKENS = 2048  # of a piece with batch_invariant
+
+
+@dataclass(frozen=True)
+class HopperDecodeTile:
+    """How Hopper's decode is cut.
+
+    Attributes:
+        columns, blocks: query columns (row, head of the group) of one pass over the cache, a power of two, and passes.
+        pages, stages: pages of a tile; tiles of the ring of a program.
+        piece: tiles of a piece with batch_invariant.
+        programs_per_sm, max_registers: how many programs share an SM, and the registers of a thread that this leaves
+            (None: all that the compiler wants).
+    """
+
+    columns: int
+    blocks: int
+    pages: int
+    stages: int
+    piece: int
+    programs_per_sm: int
+    max_registers: int | None
+
+
+def hopper_decode_rows(spec: AttentionSpec, max_query_len: int | None) -> int:
+    """Query rows that a sequence is given room for."""
+    return spec.max_query_len if max_query_len is None else max(1, min(spec.max_query_len, max_query_len))
+
+
+@lru_cache(maxsize=1024)
+def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
+    """Tile of Hopper's decode for sequences of at most `rows` query rows."""
+    wanted = rows * spec.group_size
+    columns = min(HOPPER_COLUMNS, max(4, 1 << (wanted - 1).bit_length()))
+    dim, dim_v = padded(spec.head_dim), spec.value_dim
+    tokens = max(64, spec.page_size)  # the tensor cores take 64 rows at least
+    while 2 * tokens * (dim + dim_v) <= HOPPER_TILE_BYTES:
+        tokens *= 2
+
+    def stages(programs: int) -> int:
+        room = HOPPER_SHARED_MEMORY // programs - HOPPER_RESERVED - HOPPER_SCRATCH - 2 * columns * (dim + tokens)
+        return room // (tokens * (dim + dim_v))
+
+    # Two programs an SM hide each other's barriers, if their accumulators fit its registers and two tiles each its memory.
+    programs = 2 if columns * max(dim, dim_v) <= HOPPER_COLUMNS * 128 and stages(2) >= 2 else 1
+    return HopperDecodeTile(
+        columns=columns,
+        blocks=-(-wanted // columns),
+        pages=tokens // spec.page_size,
+        stages=stages(programs),
+        piece=HOPPER_PIECE_TOKENS // tokens,
+        programs_per_sm=programs,
+        max_registers=128 if programs == 2 else None,
+    )
+
+
+def hopper_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int) -> int:
+    """int32 of the schedule that `plan` makes for at most `max_batch` sequences: the largest over the rows it may be made for."""
+    tiles = [hopper_decode_tile(spec, rows) for rows in range(1, spec.max_query_len + 1)]
+    return max(
+        max_batch + 2 + 2 * t.programs_per_sm * device.num_sms + max_batch * spec.num_kv_heads * t.blocks for t in tiles
+    )
+
+
+def hopper_decode_partials(spec: AttentionSpec, device: Device, rows: int, max_batch: int, max_context: int) -> int:
+    """Partial results, of columns x (head_dim_v + 1) floats each, that a step leaves at most: the first and the last piece
+    of every program; with batch_invariant all pieces."""
+    tile = hopper_decode_tile(spec, rows)
+    if not spec.batch_invariant:
+        return 2 * tile.programs_per_sm * device.num_sms
+    pieces = -(-most_tokens(spec, max_context) // (tile.piece * tile.pages * spec.page_size))
+    return max_batch * spec.num_kv_heads * tile.blocks * max(1, pieces)
+
+
+def hopper_workspace_bytes(
+    spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int
+) -> int:
+    """Bytes of Hopper's decode workspace: partial results of a launch, then room for a schedule."""
+    partials = 0
+    for rows in range(1, spec.max_query_len + 1):
+        count = hopper_decode_partials(spec, device, rows, max_batch, max_context)
+        partials = max(partials, count * hopper_decode_tile(spec, rows).columns * (spec.value_dim + 1) * 4)
+    total = partials + hopper_schedule_ints(spec, device, max_batch) * 4
+    return -(-total // ALIGNMENT) * ALIGNMENT

@@ -34,7 +34,7 @@ class Case:
 
 
 def decode(spec: AttentionSpec, batch: int, context: int) -> Case:
-    """`tokens` new tokens to each of `batch` sequences of their own."""
+    """`batch` sequences of `context` tokens, spec.max_query_len rows each: "verify" where that is more than one."""
     op = "decode" if spec.max_query_len == 1 else "verify"
     name = f"{op}/{_shape(spec)}/b{batch}/ctx{context}"
     return Case(name, op, spec, (context,) * batch, (spec.max_query_len,) * batch)

@@ -1,8 +1,8 @@
-"""Exact attention over FP8 numbers, written apart from octavo's own attention: what a kernel may be judged by.
+"""Exact attention over stored FP8 bytes, written apart from octavo's own: what a kernel may be judged by.
 
-K and V are rounded by ``octavo.formats``, kept in transformers' own growing cache, and attended to by a plain softmax in
-fp64. Masks come from transformers. A model run this way loses what the format loses and nothing else; what octavo's
-paged attention loses beyond it is octavo's.
+A twin of the model follows the one with the paged cache: it reads the same bytes back from the pages and attends to
+them by a plain softmax in fp64, masked by transformers. What the two differ by is what octavo's attention adds to the
+loss of the format itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import formats
+from ..errors import InvalidInput
+from ..reference.attention import gather
 
 NAME = "octavo_exact"
 
@@ -38,50 +39,60 @@ def exact_attention(
     """softmax(q k^T scaling + mask) v in fp64, in transformers' attention signature.
 
     query [B, Hq, T, D], key [B, Hk, S, D], value [B, Hk, S, Dv], attention_mask [B or 1, 1, T, S] added to the scores
-    -> ([B, T, Hq, Dv] in the query's dtype, None). Keywords: ``softcap`` (Gemma 2), ``s_aux`` [Hq], the sinks (gpt-oss).
+    -> ([B, T, Hq, Dv] in the query's dtype, None). Keywords: ``softcap`` (Gemma 2), ``s_aux`` [Hq] (gpt-oss's sinks).
     """
     batch, heads, rows, dim = query.shape
-    kv_heads = key.shape[1]
-    q = query.to(torch.float64).unflatten(1, (kv_heads, heads // kv_heads))
-    k = key.to(torch.float64).unsqueeze(2)
-    v = value.to(torch.float64).unsqueeze(2)
-    scores = (q @ k.transpose(-1, -2)) * (dim**-0.5 if scaling is None else scaling)  # [B, Hk, G, T, S]
+    kv_heads, seen = key.shape[1:3]
+    group = heads // kv_heads
+    # The heads of a group are folded into the rows: one matrix product per KV head, and no copy of K per query head.
+    q = query.to(torch.float64).reshape(batch, kv_heads, group * rows, dim)
+    k, v = key.to(torch.float64), value.to(torch.float64)
+    scores = (q @ k.transpose(-1, -2)).mul_(dim**-0.5 if scaling is None else scaling).unflatten(2, (group, rows))
     softcap = kwargs.get("softcap")
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
-        scores = scores + attention_mask[..., : key.shape[-2]].unsqueeze(2).to(torch.float64)
+        scores += attention_mask[..., :seen].unsqueeze(2).to(torch.float64)
     sinks = kwargs.get("s_aux")
     if sinks is not None:
-        column = sinks.to(torch.float64).view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, rows, 1)
+        column = sinks.to(torch.float64).view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, rows, 1)
         scores = torch.cat((scores, column), -1)
-    weights = scores.softmax(-1)[..., : key.shape[-2]]
-    out = (weights @ v).flatten(1, 2)  # [B, Hq, T, Dv]
+    weights = scores.softmax(-1)[..., :seen]
+    out = (weights.flatten(2, 3) @ v).view(batch, heads, rows, -1)
     return out.transpose(1, 2).contiguous().to(query.dtype), None
 
 
-def rounded_cache(kv_dtype: str, scales: list[tuple[torch.Tensor | None, torch.Tensor | None]]) -> Any:
-    """A transformers cache whose layer i returns K and V as an FP8 cache of `kv_dtype` with `scales[i]` holds them.
+def following_cache(followed: Any) -> Any:
+    """A transformers cache whose layers hold what octavo's cache `followed` stored, read back from its pages.
 
-    scales: (k_scale, v_scale) per layer, each None (1), a scalar, or [Hk]. K and V come back in fp32 [B, Hk, S, D].
+    Its model is to be fed each chunk after the model that writes to `followed`. The keys and values that its own model
+    makes are dropped: rounded anew, they would differ from the stored ones wherever two computations fall on different
+    sides of a rounding boundary, and after some layers hardly one would be the same. K and V are fp32 [B, Hk, S, D].
     """
     from transformers.cache_utils import Cache, DynamicLayer
 
-    format = formats.FORMATS[kv_dtype]
-
-    def rounded(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        if scale is not None and scale.ndim == 1:
-            scale = scale.view(-1, 1, 1)
-        return formats.dequantise(formats.quantise(x, scale, format), scale, format)
-
-    class RoundedLayer(DynamicLayer):
-        def __init__(self, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    # The class must not close over `followed`: classes are freed late, and with them the pages would be.
+    class FollowingLayer(DynamicLayer):
+        def __init__(self, cache: Any, index: int) -> None:
             super().__init__()
-            self.k_scale, self.v_scale = k_scale, v_scale
+            self.cache, self.index = cache, index
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return super().update(rounded(key_states, self.k_scale), rounded(value_states, self.v_scale))
+            seen = self.get_seq_length()
+            return super().update(*stored(self.cache, self.index, seen, seen + key_states.shape[2]))
 
-    return Cache(layers=[RoundedLayer(*pair) for pair in scales])
+    return Cache(layers=[FollowingLayer(followed, index) for index in range(len(followed.layers))])
+
+
+def stored(cache: Any, layer: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [begin, end) of every sequence of octavo's transformers cache: k [B, Hk, n, D], v [B, Hk, n, Dv] in fp32.
+
+    The cache must have been written up to `end`, without padding.
+    """
+    pages, step = cache.pool.caches[layer], cache.sequences.current
+    if step is None or any(length != end for length in step.lengths):
+        raise InvalidInput(f"the followed cache must hold {end} tokens of every sequence", step and step.lengths)
+    found = [gather(pages.spec, pages.bytes(), row, begin, end, torch.float32) for row in step.page_table]
+    return torch.stack([k for k, _, _ in found]), torch.stack([v for _, v, _ in found])

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import InvalidInput
 from . import smollm2
 from .smollm2 import first_line
@@ -93,20 +91,3 @@ def _read(where: str, local: bool) -> tuple[Any, Any]:
     except Exception as error:  # whatever a loader raises is, to the user, a model that cannot be read
         raise InvalidInput(f"cannot read a causal language model from {where}: {first_line(error)}") from error
     return model.eval(), tokenizer
-
-
-def faster_dtype(device: torch.device, milliseconds: float = 30.0) -> torch.dtype:
-    """bfloat16, or float32 on a CPU whose bf16 matrix product is slower than its fp32 one (measured, for so long)."""
-    if device.type != "cpu":
-        return torch.bfloat16
-    import time
-
-    best: dict[torch.dtype, float] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.ones(256, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype)
-        a @ b
-        until = time.perf_counter() + milliseconds / 1000
-        while (start := time.perf_counter()) < until:
-            a @ b
-            best[dtype] = min(best.get(dtype, 1e9), time.perf_counter() - start)
-    return min(best, key=lambda dtype: best[dtype])

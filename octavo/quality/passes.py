@@ -23,16 +23,19 @@ MOST_LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class Side:
-    """One of the models compared: a name, a model (``twin`` makes copies) and what makes an empty cache for it."""
+    """One of the models compared: a name, a model (``twin`` makes copies) and what makes an empty cache for it.
+
+    new_cache is called with the caches of the sides before it, by name: a side may follow another.
+    """
 
     name: str
     model: Any
-    new_cache: Callable[[], Any]
+    new_cache: Callable[[dict[str, Any]], Any]
 
 
 @dataclass
 class Scores:
-    """Per-token results, fp32 or bool [windows, length - 1] on the CPU, by side; kl and same_top are against the first."""
+    """Per-token results by side, fp32 or bool [windows, length - 1] on the CPU; kl and same_top against the first."""
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     kl: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,7 +54,7 @@ def cache_keyword(model: Any) -> str:
 
 
 def pieces(length: int, chunk: int, tail: int) -> list[tuple[int, int]]:
-    """(start, end) of each forward over a window: chunks of at most `chunk` tokens, the last `tail` tokens one by one."""
+    """(start, end) of each forward over a window: chunks of at most `chunk` tokens, the last `tail` one by one."""
     body = max(length - tail, min(length, chunk))
     cuts = [*range(0, body, chunk), *range(body, length + 1)]
     return list(zip(cuts[:-1], cuts[1:], strict=True))
@@ -90,16 +93,20 @@ def _score_batch(
     sides: Sequence[Side], tokens: torch.Tensor, cuts: list[tuple[int, int]], advance: Callable[[int], None]
 ) -> Scores:
     length = tokens.shape[1]
-    caches = [side.new_cache() for side in sides]
+    caches: dict[str, Any] = {}
+    for side in sides:
+        caches[side.name] = side.new_cache(caches)
     rows: dict[tuple[str, str], list[torch.Tensor]] = {}
     for start, end in cuts:
         base = None
         targets = tokens[:, start + 1 : min(end + 1, length)]
         scored = targets.shape[1]  # the window's last token has nothing to predict
-        for side, cache in zip(sides, caches, strict=True):
+        for side in sides:
             device = side.model.device
             ids = tokens[:, start:end].to(device)
-            logits = side.model(ids, use_cache=True, **{cache_keyword(side.model): cache}).logits[:, :scored]
+            logits = side.model(ids, use_cache=True, **{cache_keyword(side.model): caches[side.name]}).logits[
+                :, :scored
+            ]
             rows.setdefault(("losses", side.name), []).append(score.token_losses(logits, targets.to(device)).cpu())
             if base is None:
                 base = logits

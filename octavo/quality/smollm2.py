@@ -80,7 +80,9 @@ def unpack(gguf: Path) -> tuple[Any, Any]:
             folder, gguf_file=name, dtype=torch.bfloat16, local_files_only=True, **extra
         )
     except Exception as error:  # whatever a loader raises is, to the user, a model that cannot be read
-        raise InvalidInput(f"transformers {transformers.__version__} cannot read {gguf}: {first_line(error)}") from error
+        raise InvalidInput(
+            f"transformers {transformers.__version__} cannot read {gguf}: {first_line(error)}"
+        ) from error
     return model, tokenizer
 
 

@@ -67,7 +67,7 @@ def library_windows(tokenizer: Any, count: int, length: int) -> Windows:
         rows.append(ids)
     if len(names) < count:
         raise InvalidInput(
-            f"the standard library's pydoc_data.topics has {len(names)} texts of {length} tokens and {count} were asked "
+            f"the standard library's pydoc_data.topics has {len(names)} texts of {length} tokens, {count} were asked "
             "for; ask for fewer windows or give --text FILE"
         )
     return Windows(torch.tensor(rows), "the Python language reference (pydoc_data.topics)", tuple(names))
