@@ -57,7 +57,8 @@ def token_scale(x: torch.Tensor, format: Format) -> torch.Tensor:
     """
     x = x.to(torch.float32)
     amax = torch.where(x.isfinite(), x, 0.0).abs().amax(-1)
-    return torch.where(amax > 0, (amax / format.max).clamp_min(2.0**-126), 1.0)
+    # By a tensor: on CUDA torch divides by a Python number as a product with its rounded reciprocal.
+    return torch.where(amax > 0, (amax / amax.new_full((), format.max)).clamp_min(2.0**-126), 1.0)
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | None, format: Format) -> torch.Tensor:

