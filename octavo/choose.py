@@ -137,6 +137,18 @@ def columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
     return ["  ".join(row).rstrip() for row in cells]
 
 
+def layer_ranges(layers: tuple[int, ...]) -> str:
+    """Indices in few words: "0-31", "0, 2, 4, ... 34 (every 2nd)" is "0-34 by 2"."""
+    first, last = layers[0], layers[-1]
+    if layers == tuple(range(first, last + 1)):
+        return f"{first}" if first == last else f"{first}-{last}"
+    step = layers[1] - first
+    if layers == tuple(range(first, last + 1, step)):
+        return f"{first}-{last} by {step}"
+    shown = ", ".join(str(i) for i in layers[:5])
+    return shown if len(layers) <= 5 else f"{shown}, ... {last}"
+
+
 def merge_phases(reasons: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     """(phases, reason) in the rules' order, each reason once: "prefill", "decode", or "" for both."""
     merged: dict[str, list[str]] = {}

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from octavo.choose import choose
-from octavo.cli.explain import layer_ranges
+from octavo.choose import choose, layer_ranges
 from octavo.cli.main import COMMANDS, app
 from octavo.configs import KNOWN_MODELS
 from octavo.device import KNOWN

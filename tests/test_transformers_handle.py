@@ -99,7 +99,7 @@ def test_stats_tell_error_and_saturation():
 
 def test_the_plan_names_layers_and_backends():
     handle = enable(tiny("gemma2"), "fp8", page_size=32)
-    assert "layers 0\n" in handle.plan and "layers 1\n" in handle.plan
+    assert "layer 0\n" in handle.plan and "layer 1\n" in handle.plan
     assert "reference" in handle.plan and handle.plan.count("window 6") == 1
     assert len(handle.caches) == 2 and len(handle.choices) == 2
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..backends import head_dims
-from ..choose import Choice, choose, columns
+from ..choose import Choice, choose, columns, layer_ranges
 from ..configs import load_config
 from ..device import Device
 from ..errors import InvalidInput, Unsupported
@@ -162,18 +162,6 @@ def as_dict(model: Model, device: Device, plans: list[Plan], memory: float) -> d
         "kinds": kinds,
         "cache": cache_sizes(model, plans, memory),
     }
-
-
-def layer_ranges(layers: tuple[int, ...]) -> str:
-    """Indices in few words: "0-31", "0, 2, 4, ... 34 (every 2nd)" is "0-34 by 2"."""
-    first, last = layers[0], layers[-1]
-    if layers == tuple(range(first, last + 1)):
-        return f"{first}" if first == last else f"{first}-{last}"
-    step = layers[1] - first
-    if layers == tuple(range(first, last + 1, step)):
-        return f"{first}-{last} by {step}"
-    shown = ", ".join(str(i) for i in layers[:5])
-    return shown if len(layers) <= 5 else f"{shown}, ... {last}"
 
 
 def lines(model: Model, device: Device, plans: list[Plan], memory: float) -> list[str]:

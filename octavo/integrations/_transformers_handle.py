@@ -10,7 +10,7 @@ import torch
 
 from ..attention import Attention
 from ..cache import PagedCache
-from ..choose import Choice
+from ..choose import Choice, layer_ranges
 from ..errors import InvalidInput
 from ..spec import AttentionSpec
 from ._cache_error import CacheError
@@ -56,8 +56,8 @@ class Handle:
         """The plan table of each layer kind, as `octavo explain` prints it."""
         parts = []
         for spec, choice in self.choices.items():
-            layers = [str(layer) for layer, of_layer in enumerate(self.specs) if of_layer == spec]
-            parts.append(f"layers {', '.join(layers)}\n{choice}")
+            layers = tuple(layer for layer, of_layer in enumerate(self.specs) if of_layer == spec)
+            parts.append(f"layer{'s' if len(layers) > 1 else ''} {layer_ranges(layers)}\n{choice}")
         return "\n\n".join(parts)
 
     @property
