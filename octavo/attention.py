@@ -67,6 +67,9 @@ class Attention:
                 f"{workspace.numel()} on {workspace.device}",
             )
         self.workspace = workspace
+        # Of its own, not in the workspace: kinds that share a workspace each keep their step's schedule.
+        ints = self.choice.schedule_ints(max_batch)
+        self._schedule = torch.empty(ints, dtype=torch.int32, device=self.device) if ints else None
         self._spec_json = spec.to_json()
         self._cache_fields = spec.cache_fields
         self._query_dtype = TORCH_DTYPES[spec.query_dtype]
@@ -109,6 +112,9 @@ class Attention:
             raise InvalidInput("max_query_len must not be negative", max_query_len)
         self._step = (seq_lens, page_table, query_starts)
         self._num_decodes, self._max_query_len = num_decodes, max_query_len
+        if self._schedule is not None:
+            decode = self.choice.decode.backend
+            ops.plan(*self._step, self._schedule, self._spec_json, decode, num_decodes, max_query_len)
 
     def run(
         self,
@@ -174,6 +180,7 @@ class Attention:
             out_scale,
             sinks,
             self.workspace,
+            self._schedule,
             out,
             lse,
             memory.strides,

@@ -20,8 +20,8 @@ PHASES = ("prefill", "decode")
 # Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
 # of it is what keeps a plan from saying yes to a kernel that is only planned.
 WRITTEN: dict[str, frozenset[str]] = {
-    "gluon": frozenset(),
-    "triton": frozenset(),
+    "gluon": frozenset({"decode", "plan"}),
+    "triton": frozenset({"append", "prefill", "decode", "merge_states"}),
     "reference": frozenset({"prefill", "decode", "append", "merge_states"}),
 }
 
@@ -68,6 +68,7 @@ class Backend:
         graphs: whether its launches can be captured in a CUDA graph.
         compute_query_dtype: (spec, device, phase) -> what is multiplied in place of the query.
         workspace_bytes: (spec, device, max_batch, max_query_tokens, max_context) -> bytes.
+        schedule_ints: (spec, device, max_batch) -> int32 that its plan writes; None: it has no plan.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Backend:
     graphs: bool
     compute_query_dtype: Callable[[AttentionSpec, Device, str], str]
     workspace_bytes: Callable[[AttentionSpec, Device, int, int, int], int]
+    schedule_ints: Callable[[AttentionSpec, Device, int], int] | None = None
 
     def broken(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[Rule, ...]:
         """Every rule that does not hold."""
@@ -188,8 +190,6 @@ SIXTEEN_BIT_OR_E4M3 = one_of("query_dtype", ("bfloat16", "float16", "fp8_e4m3"),
 
 
 def _triton_query(spec: AttentionSpec, device: Device, phase: str) -> str:
-    if spec.query_dtype == "fp8_e4m3" and device.fp8_dot:
-        return "fp8_e4m3"
     if phase == "prefill" and spec.precision == "fast" and spec.kv_dtype == "fp8_e4m3" and device.fp8_dot:
         return "fp8_e4m3"
     return "bfloat16" if spec.kv_dtype == "bfloat16" else "float16"  # FP8 to float16 is exact
@@ -207,7 +207,8 @@ BACKENDS = (
         module="octavo.kernels.gluon",
         graphs=True,
         compute_query_dtype=_gluon_query,
-        workspace_bytes=tuning.split_workspace_bytes,
+        workspace_bytes=tuning.hopper_workspace_bytes,
+        schedule_ints=tuning.hopper_schedule_ints,
         rules=(
             architecture(("sm_90",), "Hopper (sm_90)"),
             TRITON_VERSION,
@@ -222,11 +223,6 @@ BACKENDS = (
             one_of("scale_granularity", ("tensor", "head"), "tensor"),
             SIXTEEN_BIT_OR_E4M3,
             at_most("max_query_len", 8, "max_query_len", mends=True, phases=("decode",)),
-            without(
-                "batch_invariant",
-                "no batch invariance (the whole batch decides where a sequence is split)",
-                phases=("decode",),
-            ),
             *PLAIN_ATTENTION,
         ),
     ),

@@ -75,10 +75,11 @@ class AttentionCall:
         seq_lens: int32 [B]; page_table: int32 [>= B, max pages]; query_starts: int32 [B + 1].
         q_scale: fp32 [] or [Hq] of an e4m3 query; out_scale: fp32 [] of an e4m3 output; None is 1.
         sinks: fp32 or bf16 [Hq] or None.
-        workspace: uint8, at least the backend's workspace_bytes; holds the schedule that plan made.
+        workspace: uint8, at least the backend's workspace_bytes; what it holds is of no meaning before a launch.
         num_decodes: the first so many sequences are decodes, where the caller knows; None: decided on the device, by
             a sequence's rows being at most spec.max_query_len.
         max_query_len: most rows of any sequence of this call, where the caller knows.
+        schedule: int32, what the decode backend's plan wrote for this step; None: it has none, or makes its own.
     """
 
     spec: AttentionSpec
@@ -95,3 +96,4 @@ class AttentionCall:
     lse: torch.Tensor | None
     num_decodes: int | None
     max_query_len: int | None
+    schedule: torch.Tensor | None = None

@@ -28,14 +28,19 @@ _library.define(
 _library.define(
     "attention(Tensor q, Tensor k_pool, Tensor? v_pool, Tensor? k_scale, Tensor? v_scale, Tensor seq_lens, "
     "Tensor page_table, Tensor query_starts, Tensor? q_scale, Tensor? out_scale, Tensor? sinks, Tensor(a!) workspace, "
-    "Tensor(b!) out, Tensor(c!)? lse, int[] strides, str spec, str prefill, str decode, SymInt? num_decodes, "
-    "SymInt? max_query_len) -> ()"
+    "Tensor(d!)? schedule, Tensor(b!) out, Tensor(c!)? lse, int[] strides, str spec, str prefill, str decode, "
+    "SymInt? num_decodes, SymInt? max_query_len) -> ()"
+)
+_library.define(
+    "plan(Tensor seq_lens, Tensor page_table, Tensor query_starts, Tensor(a!) schedule, str spec, str backend, "
+    "SymInt? num_decodes, SymInt? max_query_len) -> ()"
 )
 _library.define("merge_states(Tensor outs, Tensor lses, str backend) -> (Tensor, Tensor)")
 
 append = torch.ops.octavo.append.default
 attention = torch.ops.octavo.attention.default
 merge_states = torch.ops.octavo.merge_states.default
+plan = torch.ops.octavo.plan.default
 
 
 @lru_cache(maxsize=64)
@@ -92,6 +97,7 @@ def _attention(
     out_scale: torch.Tensor | None,
     sinks: torch.Tensor | None,
     workspace: torch.Tensor,
+    schedule: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     strides: list[int],
@@ -117,12 +123,27 @@ def _attention(
         lse,
         num_decodes,
         max_query_len,
+        schedule,
     )
     # Prefill first: it also writes the rows that belong to no sequence. Where every sequence decodes, decode does.
-    if num_decodes != seq_lens.shape[0]:
+    if num_decodes != seq_lens.shape[0] or num_decodes == 0:
         kernel(prefill, "prefill")(call)
     if num_decodes != 0:
         kernel(decode, "decode")(call)
+
+
+def _plan(
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    schedule: torch.Tensor,
+    spec: str,
+    backend: str,
+    num_decodes: int | None,
+    max_query_len: int | None,
+) -> None:
+    made = AttentionSpec.from_json(spec)
+    kernel(backend, "plan")(made, seq_lens, page_table, query_starts, schedule, num_decodes, max_query_len)
 
 
 def _merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +161,7 @@ def _fake_merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> 
 for _name, _function, _fake in (
     ("append", _append, _nothing),
     ("attention", _attention, _nothing),
+    ("plan", _plan, _nothing),
     ("merge_states", _merge_states, _fake_merge_states),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")

@@ -13,22 +13,24 @@ from .device import Device
 from .spec import AttentionSpec
 
 SPLIT_TOKENS = 256  # the fewest tokens worth a program of their own: below it the merge costs more than it hides
-INVARIANT_SPLITS = 32  # the most pieces of a sequence with batch_invariant: they are there whether the GPU is full or not
+INVARIANT_SPLITS = 32  # the most pieces of a sequence with batch_invariant, be the GPU full or not
 PROGRAMS_PER_SM = 4  # the most decode programs that an SM runs at once
 UNIT_INTS = 4  # int32 of schedule a unit of work has: sequence, head, first tile, end tile
 MAX_TILE_TOKENS = 128
+AMPERE = ("sm_80", "sm_86")
 WARPGROUP_DOT = ("sm_90", "sm_100", "sm_103")  # tensor cores that take operands from shared memory
 ALIGNMENT = 256  # bytes
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's share of attention: packed query rows, tokens a step, and Triton's num_warps and num_stages."""
+    """A program's share: packed query rows, tokens a step, and Triton's num_warps, num_stages and maxnreg."""
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def padded(dim: int) -> int:
@@ -36,8 +38,16 @@ def padded(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def max_registers(spec: AttentionSpec, device: Device) -> int | None:
+    """Registers of a thread; None leaves them to ptxas, which may spill a few bytes to fit one more program.
+
+    Its choice was measured on sm_90, where the common tiles spill nothing.
+    """
+    return None if device.arch == "sm_90" and spec.scale_granularity != "token_head" else 255
+
+
 def tile_tokens(spec: AttentionSpec, wanted: int) -> int:
-    """Tokens of a tile, a power of two of at most `wanted`: one that divides the page in the leaf layout, whose tiles lie on one page."""
+    """Tokens of a tile, at most the power of two `wanted`; in the leaf layout a tile lies on one page."""
     if spec.layout == "leaf":
         while spec.page_size % wanted:
             wanted //= 2
@@ -47,10 +57,11 @@ def tile_tokens(spec: AttentionSpec, wanted: int) -> int:
 def stages(spec: AttentionSpec, tokens: int, room: int, most: int) -> int:
     """Triton's num_stages for up to `most` tiles of K and V in flight in `room` bytes of shared memory.
 
-    Two a tile: its page ids are loaded before it.
+    Two a tile where its page id is one number that is loaded ahead too.
     """
     tile = tokens * (padded(spec.head_dim) + padded(spec.value_dim)) * spec.kv_itemsize
-    return 2 * max(2, min(most, room // tile))
+    tiles = max(2, min(most, room // tile))
+    return 2 * tiles if spec.page_size % tokens == 0 else tiles
 
 
 def decode_tile(spec: AttentionSpec, device: Device, query_rows: int) -> Tile:
@@ -58,9 +69,14 @@ def decode_tile(spec: AttentionSpec, device: Device, query_rows: int) -> Tile:
     dim = max(padded(spec.head_dim), padded(spec.value_dim))
     rows = min(padded(query_rows * spec.group_size), 64 if dim <= 128 else 32 if dim <= 256 else 16)
     tokens = tile_tokens(spec, 64 if dim <= 128 or (dim <= 256 and device.fp8_dot) else 32)
-    # Two warps: what they hand each other through shared memory is what bounds decode, not the arithmetic.
-    warps = 8 if dim > 256 else 2 if rows == 16 and dim <= 128 and spec.fp8 else 4
-    return Tile(rows, tokens, warps, stages(spec, tokens, device.shared_memory // 4, 3))
+    # Few warps: what they hand each other through shared memory is what bounds decode, not the arithmetic.
+    if dim > 128 or rows > 16 or not spec.fp8:
+        warps = 8 if dim > 256 else 4
+    elif device.arch in AMPERE or spec.scale_granularity == "token_head":
+        warps = 4  # the arithmetic that decodes FP8, or scales, in registers too
+    else:
+        warps = 1 if dim <= 64 else 2
+    return Tile(rows, tokens, warps, stages(spec, tokens, device.shared_memory // 4, 3), max_registers(spec, device))
 
 
 def prefill_tile(spec: AttentionSpec, device: Device, fp8_dot: bool) -> Tile:
@@ -68,20 +84,19 @@ def prefill_tile(spec: AttentionSpec, device: Device, fp8_dot: bool) -> Tile:
     dim = max(padded(spec.head_dim), padded(spec.value_dim))
     if device.arch in WARPGROUP_DOT:
         # 64 rows a warpgroup and two programs an SM: one's softmax runs beside another's products.
-        rows, tokens, warps = (64, 64, 4) if dim <= 128 else (64, 32, 8) if dim <= 256 else (32, 16, 8)
+        rows, tokens, warps = (64, 64, 4) if dim <= 128 else (64, 64, 8) if dim <= 256 else (32, 16, 8)
     else:  # both operands in registers
         rows, tokens, warps = (64, 32, 4) if dim <= 128 else (32, 32, 4) if dim <= 256 else (16, 16, 8)
-    if spec.scale_granularity == "token_head":
-        tokens //= 2  # scales in registers beside them
-    if fp8_dot:
-        tokens = max(tokens, 32)  # the depth of one FP8 instruction
+    if spec.scale_granularity == "token_head" or (device.arch in AMPERE and spec.fp8 and spec.page_size % tokens):
+        tokens //= 2  # scales, or addresses and the arithmetic that decodes FP8, in registers beside them
+    tokens = max(tokens, 32 if fp8_dot else 16)  # the depth of one instruction
     tokens = tile_tokens(spec, tokens)
     room = device.shared_memory // 2 - rows * padded(spec.head_dim) * 2 - tokens * dim * 4
-    return Tile(rows, tokens, warps, stages(spec, tokens, room, 3))
+    return Tile(rows, tokens, warps, stages(spec, tokens, room, 3), max_registers(spec, device))
 
 
 def most_tokens(spec: AttentionSpec, max_context: int) -> int:
-    """The most tokens of a sequence that decode goes over: all, or those of the window and what is left of its tiles."""
+    """The most tokens of a sequence that decode goes over: all, or the window's and what is left of its tiles."""
     if spec.window is None:
         return max_context
     return min(max_context, spec.window + spec.max_query_len - 1 + 2 * MAX_TILE_TOKENS)
@@ -181,7 +196,7 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
         room = HOPPER_SHARED_MEMORY // programs - HOPPER_RESERVED - HOPPER_SCRATCH - 2 * columns * (dim + tokens)
         return room // (tokens * (dim + dim_v))
 
-    # Two programs an SM hide each other's barriers, if their accumulators fit its registers and two tiles each its memory.
+    # Two programs hide each other's barriers, if an SM has registers for their accumulators and memory for two tiles.
     programs = 2 if columns * max(dim, dim_v) <= HOPPER_COLUMNS * 128 and stages(2) >= 2 else 1
     return HopperDecodeTile(
         columns=columns,
@@ -195,7 +210,7 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
 
 
 def hopper_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int) -> int:
-    """int32 of the schedule that `plan` makes for at most `max_batch` sequences: the largest over the rows it may be made for."""
+    """int32 of the schedule that Hopper's plan makes for at most `max_batch` sequences, whatever its max_query_len."""
     tiles = [hopper_decode_tile(spec, rows) for rows in range(1, spec.max_query_len + 1)]
     return max(
         max_batch + 2 + 2 * t.programs_per_sm * device.num_sms + max_batch * spec.num_kv_heads * t.blocks for t in tiles
@@ -203,8 +218,10 @@ def hopper_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int) ->
 
 
 def hopper_decode_partials(spec: AttentionSpec, device: Device, rows: int, max_batch: int, max_context: int) -> int:
-    """Partial results, of columns x (head_dim_v + 1) floats each, that a step leaves at most: the first and the last piece
-    of every program; with batch_invariant all pieces."""
+    """The most partial results that a launch leaves, of columns x (head_dim_v + 1) floats each.
+
+    They are the first and the last part of every program; with batch_invariant all pieces.
+    """
     tile = hopper_decode_tile(spec, rows)
     if not spec.batch_invariant:
         return 2 * tile.programs_per_sm * device.num_sms

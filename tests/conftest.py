@@ -1,4 +1,4 @@
-"""Where the tests that every backend shares run: the reference on the CPU, and everything on a GPU that is there."""
+"""Where the tests that backends share run: the reference on the CPU; on a GPU each backend, and what is chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from octavo.backends import WRITTEN
+from octavo import Unsupported
+from octavo.backends import PHASES, WRITTEN
 
 
 class Target(NamedTuple):
@@ -18,7 +19,9 @@ class Target(NamedTuple):
     device: str
 
 
-TARGETS = [Target("reference", "cpu"), *(Target(backend, "cuda") for backend in WRITTEN if WRITTEN[backend])]
+# A backend is named for both phases; one that has only decode is reached by "auto", as users reach it.
+NAMED = [backend for backend in WRITTEN if WRITTEN[backend].issuperset(PHASES)]
+TARGETS = [Target("reference", "cpu"), *(Target(backend, "cuda") for backend in [*NAMED, "auto"])]
 
 
 @pytest.fixture(
@@ -31,3 +34,15 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     torch.set_default_device(request.param.device)
     yield request.param
     torch.set_default_device(None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A case that a named backend refuses is skipped with the backend's own reasons."""
+    try:
+        yield
+    except Unsupported as refused:
+        target = getattr(item, "funcargs", {}).get("target")
+        if target is None or target.backend not in NAMED or target.backend == "reference":
+            raise
+        pytest.skip("; ".join(refused.reasons))

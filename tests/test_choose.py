@@ -343,8 +343,8 @@ def test_the_printed_plan_fits_and_names_what_it_needs() -> None:
     for word in (
         "prefill",
         "decode",
-        "reference",
-        "float32",
+        choice.prefill.backend,
+        choice.prefill.compute_query_dtype,
         "not gluon",
         "b200 (sm_100)",
         "fp8_e4m3",

@@ -9,9 +9,11 @@ import torch
 
 from ..attention import Attention
 from ..cache import PagedCache
+from ..choose import choose
 from ..errors import InvalidInput, Unsupported
 from ..formats import FORMATS, TORCH_DTYPES, cast
 from ..layouts import shapes
+from ..ops import cache_backend
 from ..testing.compare import errors
 from ..testing.inputs import Batch, slots_of
 from .cases import Case
@@ -35,13 +37,14 @@ def measure(
 ) -> Record:
     """A record of `case` on `backend`: errors of sampled rows and the time of a call, or why there is none.
 
-    A result whose sampled rows are not finite is an error, not a time. Refusals are records too.
+    backend: a name, or "auto" for what is chosen, whose name the record then has. A result
+    whose sampled rows are not near fp64 is an error, not a time. Refusals are records too.
     """
     device = torch.empty(0, device=device).device
     fields = {
         "case": case.name,
         "op": case.op,
-        "backend": backend,
+        "backend": _name(case, backend, device),
         "run": run,
         "spec": asdict(case.spec),
         "bytes": case.work.bytes,
@@ -68,6 +71,15 @@ def measure(
         us_p20=round(timing.us_p20, 3),
         us_p80=round(timing.us_p80, 3),
     )
+
+
+def _name(case: Case, backend: str, device: torch.device) -> str:
+    if backend != "auto":
+        return backend
+    if case.op == "append":
+        return cache_backend(device, "append")
+    choice = choose(case.spec, device)
+    return (choice.prefill if case.op == "prefill" else choice.decode).backend
 
 
 def random_cache(case: Case, sets: int, device: torch.device) -> tuple[PagedCache, list[torch.Tensor]]:
@@ -170,7 +182,7 @@ def _append_calls(case: Case, backend: str, device: torch.device) -> list[Callab
     """Appends of the case's tokens into different pages each; the backend is the one that the device's caches use."""
     spec = case.spec
     cache, tables = random_cache(case, _sets(case, device), device)
-    if cache.append_backend != backend:
+    if backend not in ("auto", cache.append_backend):
         raise InvalidInput(f"append on {device} runs on {cache.append_backend}", backend)
     calls: list[Callable[[], object]] = []
     tokens = sum(case.query_lens)

@@ -1,0 +1,448 @@
+"""decode: paged FP8 decode and draft verification on Hopper, over the leaf layout.
+
+The tile of K is the A operand of S^T = K Q^T and the tile of V^T that of O^T = V^T P^T, both as they lie in the cache:
+M is tokens or head_dim, never padded, and no FP8 byte is converted. Query and P are e4m3 pairs (hi, lo) in neighbouring
+columns, which is bf16's precision. P is scaled by its own tile's maximum and every tile has a fresh accumulator, added
+in fp32 outside, so that neither a sink nor a long context costs digits.
+
+Persistent programs of one producer warp (TMA) and four consumer warps share all tiles evenly (`plan`). Where an item, a
+sequence and KV head, is cut, the program that finishes its last part merges it: one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ... import tuning
+from ...calls import AttentionCall, CacheBytes
+from ...device import Device
+from ...formats import TORCH_DTYPES
+from ...layouts import Strides
+from ...spec import AttentionSpec
+from . import _pipeline as pipe
+from ._results import (
+    LOG2E,
+    NOTHING,
+    Output,
+    column_rows,
+    finish,
+    head_scale,
+    merge_if_last,
+    part_slot,
+    parts_of,
+    sequence,
+    write_empty_rows,
+)
+from .plan import Constants, constants, device_of, plan, schedule_of, starts_at, tile_span
+
+P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]: within e4m3, and its second term too
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class Batch(NamedTuple):
+    """The sequences of a call."""
+
+    seq_lens: Any
+    page_table: Any
+    query_starts: Any
+    table_row: int  # stride of page_table
+    capacity: int  # tokens that a row of page_table can name
+    num_pages: int
+    rows: int  # of the query
+
+
+class Query(NamedTuple):
+    """The query, its strides in elements, and the scales of query and keys with theirs."""
+
+    q: Any
+    row: int
+    head: int
+    scale: Any
+    scale_head: int
+    k_scale: Any
+    k_scale_head: int
+
+
+# ---- what is whose
+
+
+@gluon.jit
+def segment(t, end, b, schedule, c: gl.constexpr):
+    """The units from t on that lie in one item: the item's first unit and number of units, its head, the first unit
+    within it, how many follow, and whether they end the sequence."""
+    before = gl.load(schedule.memory + b)
+    units = gl.load(schedule.memory + b + 1) - before
+    within = t - before * schedule.heads
+    head = within // gl.maximum(units, 1)
+    at = within - head * units
+    n = gl.minimum(units - at, end - t)
+    if c.piece > 0:
+        n = gl.minimum(n, 1)
+    return before * schedule.heads + head * units, units, head, at, n, within + n >= units * schedule.heads
+
+
+@gluon.jit
+def live_tokens(length, rows, c: gl.constexpr):
+    """Tokens [oldest, length) that some row of a sequence sees."""
+    oldest = length * 0
+    if c.window > 0:
+        oldest = gl.maximum(length - rows - c.window + 1, 0)
+    return oldest
+
+
+@gluon.jit
+def page_id(table, page, oldest, length, num_pages, c: gl.constexpr):
+    """Id of a sequence's page; -1 where no token of it is seen (its entry is not read), or it is not in the pool."""
+    used = (page >= oldest // c.page) & (page * c.page < length)
+    found = gl.load(table + page, mask=used, other=-1)
+    return gl.where((found >= 0) & (found < num_pages), found, -1)
+
+
+# ---- the producer: one warp
+
+
+@gluon.jit
+def produce(k_desc, v_desc, batch, schedule, output, start, end, b, k_pages, v_pages, full, empty, c: gl.constexpr):
+    """Fill the ring with the tiles of units [start, end); then write the rows that have no tile."""
+    PAGES: gl.constexpr = c.pages
+    t = start
+    step = start * 0
+    while t < end:
+        length, first_row, rows = sequence(b, batch)  # here: loads in flight together with the schedule's
+        first_unit, units, head, at, n, ends = segment(t, end, b, schedule, c)
+        if n > 0:
+            oldest = live_tokens(length, rows, c)
+            first, tiles = tile_span(length, rows, c)
+            skipped = at * c.unit_tiles
+            kv_head = head // c.blocks
+            table = batch.page_table + b.to(gl.int64) * batch.table_row
+            for i in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
+                stage = step % c.stages
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), ((step // c.stages) & 1) ^ 1)
+                mbarrier.expect(bar, c.tile_bytes)
+                for g in gl.static_range(PAGES):
+                    page = page_id(table, (first + skipped + i) * c.pages + g, oldest, length, batch.num_pages, c)
+                    k_at, v_at = stage * (c.panels * c.pages) + g, stage * c.pages + g
+                    pipe.copy_page(k_desc, k_pages, page, kv_head, bar, k_at, c.pages, c.panels)
+                    pipe.copy_page(v_desc, v_pages, page, kv_head, bar, v_at, 0, 1)
+                step += 1
+        t += n
+        b += ends.to(gl.int32)
+    write_empty_rows(batch, schedule, output, c)
+
+
+# ---- the consumer: four warps
+
+
+@gluon.jit
+def load_query(head, first_row, rows, batch, query, q_smem, columns: gl.constexpr, c: gl.constexpr):
+    """The query columns of a pass as e4m3 pairs in shared memory; returns what turns a product into a score."""
+    layout: gl.constexpr = pipe.rows_layout(c.dim_padded, 8)
+    j = gl.arange(0, c.columns, layout=gl.SliceLayout(1, layout))
+    d = gl.arange(0, c.dim_padded, layout=gl.SliceLayout(0, layout))
+    row, q_head, _, there = column_rows(j, head, first_row, rows, batch, c)
+    at = gl.expand_dims(row.to(gl.int64) * query.row + q_head * query.head, 1) + gl.expand_dims(d, 0)
+    mask = gl.expand_dims(there, 1) & gl.expand_dims(d < c.dim, 0)
+    q = gl.load(query.q + at, mask=mask, other=0.0).to(gl.float32)
+    scale = pipe.power_of_two_scale(gl.max(gl.abs(q), axis=1))
+    hi, lo = pipe.split_fp8(q * gl.expand_dims(scale, 1))
+    q_smem.store(gl.reshape(gl.permute(gl.join(hi, lo), (0, 2, 1)), [2 * c.columns, c.dim_padded]))
+    factor = c.softmax_scale / scale
+    if query.scale is not None:
+        factor *= gl.load(query.scale + q_head * query.scale_head, mask=there, other=1.0)
+    return gl.convert_layout(factor, columns) * head_scale(query.k_scale, head // c.blocks, query.k_scale_head)
+
+
+@gluon.jit
+def scores(y, factor, c: gl.constexpr):
+    """Products y [tokens, columns] as scores in powers of two, capped if the spec says so."""
+    if c.softcap is None:
+        return y * gl.expand_dims(factor * LOG2E, 0)
+    else:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends
+        e = gl.exp2(y * gl.expand_dims(factor * (2.0 * LOG2E / c.softcap), 0))
+        return (c.softcap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
+
+
+@gluon.jit
+def token_positions(table, tile, oldest, length, num_pages, layout: gl.constexpr, c: gl.constexpr):
+    """Positions of the tokens of a tile; far beyond any length on pages that are not there."""
+    PAGES: gl.constexpr = c.pages
+    token = gl.arange(0, c.tile, layout=layout)
+    position = token + tile * c.tile
+    for g in gl.static_range(PAGES):
+        missing = page_id(table, tile * c.pages + g, oldest, length, num_pages, c) < 0
+        position = gl.where((token // c.page == g) & missing, 2**30, position)
+    return position
+
+
+@gluon.jit
+def consume(batch, schedule, query, output, parts_memory, start, end, b,
+            k_tiles, v_tiles, q_smem, p_smem, exchange, full, empty, c: gl.constexpr):  # fmt: skip
+    """Attend over the tiles of units [start, end), item by item, and write results or parts of them."""
+    T: gl.constexpr = c.tile
+    C: gl.constexpr = c.columns
+    N: gl.constexpr = 2 * C
+    DV: gl.constexpr = c.dim_v
+    PAGES: gl.constexpr = c.pages
+    WGMMA: gl.constexpr = pipe.accumulator_layout(N)
+    SCORES: gl.constexpr = pipe.pair_layout(c.tile, c.columns)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    OUT: gl.constexpr = pipe.pair_layout(c.dim_v, c.columns)
+    FOLDED: gl.constexpr = pipe.folded_layout(c.columns)
+    j = gl.arange(0, c.columns, layout=COLUMNS)
+    no_scores = gl.zeros([T, N], gl.float32, WGMMA)
+    no_out = gl.zeros([DV, N], gl.float32, WGMMA)
+    t = start
+    step = start * 0
+    while t < end:
+        length, first_row, rows = sequence(b, batch)  # here: loads in flight together with the schedule's
+        first_unit, units, head, at, n, ends = segment(t, end, b, schedule, c)
+        if n > 0:
+            oldest = live_tokens(length, rows, c)
+            first, tiles = tile_span(length, rows, c)
+            table = batch.page_table + b.to(gl.int64) * batch.table_row
+            factor = load_query(head, first_row, rows, batch, query, q_smem, COLUMNS, c)
+            fence_async_shared()
+            gl.thread_barrier()  # here, or the compiler puts it into the loop
+            _, _, row, there = column_rows(j, head, first_row, rows, batch, c)
+            limit = gl.expand_dims(gl.where(there, length - rows + 1 + row, 0), 0)  # a row sees tokens below it
+            item = (b, head, first_row, rows, first_unit)
+            parts, first_program, within = parts_of(first_unit, units, schedule, c)  # while the tiles are on their way
+            peak = gl.full([C], NOTHING, gl.float32, COLUMNS)
+            weight = gl.zeros([32, C], gl.float32, FOLDED)
+            out = gl.zeros([DV, C], gl.float32, OUT)
+            skipped = at * c.unit_tiles
+            tile = first + skipped
+            for _ in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
+                stage = step % c.stages
+                position = token_positions(table, tile, oldest, length, batch.num_pages, gl.SliceLayout(1, SCORES), c)
+                mbarrier.wait(full.index(stage), (step // c.stages) & 1)
+                x = warpgroup_mma(k_tiles.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                x = warpgroup_mma_wait(0, deps=[x])
+                y = scores(pipe.add_pairs(x), factor, c)
+                seen = gl.expand_dims(position, 1) < limit
+                if c.window > 0:
+                    seen = seen & (gl.expand_dims(position, 1) >= limit - c.window)
+                y = gl.where(seen, y, -float("inf"))  # a select: the score of a stale row of K may be NaN
+                tile_peak = gl.maximum(pipe.column_max(y, exchange), NOTHING)
+                p = gl.exp2(y - gl.expand_dims(tile_peak - P_BITS, 0))
+                p_sum = pipe.fold_rows(p)
+                pipe.store_leaf_pairs(p, p_smem, c.page)
+                if (tile * c.tile < oldest) | (tile * c.tile + c.tile > length):
+                    for g in gl.static_range(PAGES):
+                        begin = tile * c.tile + g * c.page
+                        v_page = v_tiles.index(stage * c.pages + g)
+                        pipe.zero_dead_tokens(v_page, oldest - begin, length - begin, c.dim_v, c.page)
+                fence_async_shared()
+                pv = no_out
+                for g in gl.static_range(PAGES):
+                    v_page, p_page = v_tiles.index(stage * c.pages + g), p_smem.index(g).permute((1, 0))
+                    pv = warpgroup_mma(v_page, p_page, pv, use_acc=g > 0, is_async=True)
+                new_peak = gl.maximum(peak, tile_peak)
+                keep = gl.exp2(peak - new_peak)
+                add = gl.exp2(tile_peak - new_peak)
+                peak = new_peak
+                weight = weight * pipe.as_row(keep, FOLDED) + p_sum * pipe.as_row(add, FOLDED)
+                pv = warpgroup_mma_wait(0, deps=[pv])
+                mbarrier.arrive(empty.index(stage), count=1)
+                out = out * pipe.as_row(keep, OUT) + pipe.add_pairs(pv) * pipe.as_row(add, OUT)
+                tile += 1
+                step += 1
+            OUT_COLUMNS: gl.constexpr = gl.SliceLayout(0, OUT)
+            denominator = gl.convert_layout(gl.sum(weight, axis=0), OUT_COLUMNS, assert_trivial=True)
+            lse = gl.convert_layout(peak, OUT_COLUMNS, assert_trivial=True) - P_BITS + gl.log2(denominator)
+            out = out * gl.expand_dims(1.0 / gl.maximum(denominator, 1e-30), 0)
+            columns = gl.arange(0, c.columns, layout=OUT_COLUMNS)
+            d = gl.arange(0, c.dim_v, layout=gl.SliceLayout(1, OUT))
+            if n == units:
+                finish(out, lse, columns, d, 0, item, batch, output, c)
+            else:
+                to = parts_memory + part_slot(gl.program_id(0), t != start, t, c) * c.part
+                gl.store(to + gl.expand_dims(columns * c.dim_v, 0) + gl.expand_dims(d, 1), out)
+                gl.store(to + c.columns * c.dim_v + columns, lse)
+                merge_if_last(item, parts, first_program, within, batch, schedule, output, parts_memory, c)
+        t += n
+        b += ends.to(gl.int32)
+
+
+# ---- the kernel
+
+
+@gluon.jit
+def decode_kernel(k_desc, v_desc, batch, schedule, query, output, parts_memory, c: gl.constexpr):
+    """One launch: attention of the decode sequences of a batch, merged."""
+    FP8: gl.constexpr = gl.float8e4nv
+    STAGES: gl.constexpr = c.stages
+    ROWS_K: gl.constexpr = gl.NVMMASharedLayout(c.panel, 8, 2)
+    ROWS_V: gl.constexpr = gl.NVMMASharedLayout(c.page, 8, 2)
+    N: gl.constexpr = 2 * c.columns
+    # TMA sees pages, wgmma tiles: the pages of a stage are one tile of K
+    k_pages = gl.allocate_shared_memory(FP8, [c.stages * c.panels * c.pages, 1, 1, c.page, c.panel], k_desc.layout)
+    v_pages = gl.allocate_shared_memory(FP8, [c.stages * c.pages, 1, 1, c.dim_v, c.page], v_desc.layout)
+    k_tiles = k_pages._reinterpret(FP8, [c.stages, c.tile, c.dim_padded], ROWS_K)
+    v_tiles = v_pages._reinterpret(FP8, [c.stages * c.pages, c.dim_v, c.page], ROWS_V)
+    q_smem = gl.allocate_shared_memory(FP8, [N, c.dim_padded], ROWS_K)
+    p_smem = gl.allocate_shared_memory(FP8, [c.pages, N, c.page], ROWS_V)
+    exchange = gl.allocate_shared_memory(gl.float32, [4, c.columns], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
+    full, empty = pipe.make_ring(STAGES)
+    fence_async_shared()
+    gdc_wait()
+    gdc_launch_dependents()
+    program = gl.program_id(0)
+    b = gl.load(schedule.memory + schedule.batch + 1 + program)
+    start = gl.load(starts_at(schedule) + program)
+    end = gl.load(starts_at(schedule) + program + 1)
+    gl.warp_specialize(
+        [
+            (consume, (batch, schedule, query, output, parts_memory, start, end, b,
+                       k_tiles, v_tiles, q_smem, p_smem, exchange, full, empty, c)),
+            (produce, (k_desc, v_desc, batch, schedule, output, start, end, b, k_pages, v_pages, full, empty, c)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+# ---- the launch
+
+
+def decode(call: AttentionCall) -> None:
+    """Attention of the decode sequences of `call`; semantics as octavo.reference.attention states them.
+
+    Without a schedule in `call` one is made here, in the end of the workspace, by one launch more. Sequences of more
+    than spec.max_query_len (or call.max_query_len) rows are left alone. Nothing is read on the host.
+    """
+    batch = call.seq_lens.shape[0] if call.num_decodes is None else call.num_decodes
+    if batch == 0 or call.q.shape[0] == 0:
+        return
+    device = device_of(call.q.device)
+    schedule = call.schedule
+    if schedule is None:
+        ints = tuning.hopper_schedule_ints(call.spec, device, batch)
+        schedule = call.workspace[: call.workspace.numel() // 4 * 4].view(torch.int32)[-ints:]
+        step = call.seq_lens, call.page_table, call.query_starts
+        plan(call.spec, *step, schedule, call.num_decodes, call.max_query_len)
+    arguments = launch(call, schedule, device)
+    decode_kernel[(arguments["schedule"].programs,)](**arguments)
+
+
+def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[str, Any]:
+    """The arguments by name that the kernel is launched with for `call`, by the schedule in `memory`."""
+    spec, cache, table = call.spec, call.cache, call.page_table
+    sequences = call.seq_lens.shape[0]
+    batch = sequences if call.num_decodes is None else call.num_decodes
+    c = constants(spec, call.max_query_len, call.num_decodes == sequences)
+    capacity = table.shape[1] * spec.page_size
+    num_pages, rows = cache.strides.num_pages, call.q.shape[0]
+    lse, q_row, q_head = call.lse, call.q.stride(0), call.q.stride(1)
+    k_desc, v_desc = descriptors(spec, cache, c)
+    tile = tuning.hopper_decode_tile(spec, c.max_rows)
+    options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
+    return {
+        "k_desc": k_desc,
+        "v_desc": v_desc,
+        "batch": Batch(call.seq_lens, table, call.query_starts, table.stride(0), capacity, num_pages, rows),
+        "schedule": schedule_of(spec, device, batch, call.max_query_len, memory),
+        "query": Query(
+            call.q, q_row, q_head, call.q_scale, _per_head(call.q_scale), cache.k_scale, _per_head(cache.k_scale)
+        ),
+        "output": Output(
+            call.out,
+            *call.out.stride(),
+            lse,
+            *((0, 0) if lse is None else lse.stride()),
+            call.out_scale,
+            cache.v_scale,
+            _per_head(cache.v_scale),
+            call.sinks,
+        ),
+        "parts_memory": call.workspace[: call.workspace.numel() // 4 * 4].view(torch.float32),
+        "c": c,
+        "num_warps": 4,
+        "launch_pdl": True,
+        **options,
+    }
+
+
+def _per_head(scale: torch.Tensor | None) -> int:
+    """Stride of a scale over heads."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def descriptors(spec: AttentionSpec, cache: CacheBytes, c: Constants) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA views of K [pages, heads, page, D] and V^T [pages, heads, Dv, page]; columns beyond D are zeros."""
+    s, heads = cache.strides, spec.num_kv_heads
+
+    def view(pool: torch.Tensor, offset: int, shape: list[int], steps: list[int], box: list[int]) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(box[-1], 8, 4)
+        return TensorDescriptor(pool[offset:].view(torch.float8_e4m3fn), shape, steps, [1, 1, *box], layout)
+
+    k_steps, v_steps = [s.k_page, s.k_head, s.k_slot, 1], [s.v_page, s.v_head, s.v_slot, 1]
+    k = view(cache.k_pool, s.k_offset, [s.num_pages, heads, c.page, c.dim], k_steps, [c.page, c.panel])
+    v = view(cache.v_pool, s.v_offset, [s.num_pages, heads, c.dim_v, c.page], v_steps, [c.dim_v, c.page])
+    return k, v
+
+
+def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
+    if device.arch != "sm_90":
+        return
+    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    features = {"window": 300, "softcap": 30.0, "sinks": True, "lse": True, "query_dtype": "fp8", "out_dtype": "fp8"}
+    for label, fields in (
+        ("32/8 of 128", llama),
+        ("64/8 of 128, pages of 128", {**llama, "num_q_heads": 64, "page_size": 128}),
+        ("64/8 of 64", {**llama, "num_q_heads": 64, "head_dim": 64}),
+        ("16/8 of 256", {**llama, "num_q_heads": 16, "head_dim": 256}),
+        ("8/8 of 192/128", {**llama, "num_q_heads": 8, "head_dim": 192, "head_dim_v": 128}),
+        ("64/8 of 128, 4 rows", {**llama, "num_q_heads": 64, "max_query_len": 4}),
+        ("32/8 of 128, pages of 32, 4 rows, all features", {**llama, "page_size": 32, "max_query_len": 4, **features}),
+        ("32/8 of 128, batch invariant", {**llama, "batch_invariant": True}),
+    ):
+        call = _example(AttentionSpec(**fields))
+        memory = torch.empty(1 << 16, dtype=torch.int32, device="meta")
+        yield label, decode_kernel, launch(call, memory, device)
+
+
+def _example(spec: AttentionSpec, batch: int = 64, pages: int = 64) -> AttentionCall:
+    """A call over tensors without memory, as Attention.run makes it."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, fp32 = batch * spec.max_query_len, torch.float32
+    k_head, head = spec.page_size * spec.head_dim, spec.page_size * (spec.head_dim + spec.value_dim)
+    page = spec.num_kv_heads * head
+    pool = meta(pages * page, dtype=torch.uint8)
+    strides = Strides(pages, 0, page, head, spec.head_dim, k_head, page, head, spec.page_size)
+    return AttentionCall(
+        spec,
+        meta(rows, spec.num_q_heads, spec.head_dim, dtype=TORCH_DTYPES[spec.query_dtype]),
+        CacheBytes(pool, pool, strides, meta(dtype=fp32), meta(dtype=fp32)),
+        meta(batch),
+        meta(batch, pages),
+        meta(batch + 1),
+        meta(dtype=fp32) if spec.query_dtype == "fp8_e4m3" else None,
+        meta(dtype=fp32) if spec.out_dtype == "fp8_e4m3" else None,
+        meta(spec.num_q_heads, dtype=fp32) if spec.sinks else None,
+        meta(1 << 20, dtype=torch.uint8),
+        meta(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype]),
+        meta(rows, spec.num_q_heads, dtype=fp32) if spec.lse else None,
+        batch,
+        None,
+    )
