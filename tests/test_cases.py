@@ -30,7 +30,9 @@ CACHES = [
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_z2_scales_are_used_once(target, changes, rows):
     batch, right = cases.scale_probe(replace(SPEC, **changes), rows)
-    for plan in ({}, {"num_decodes": 0}, {"num_decodes": 1}):
+    # A decode sequence has at most spec.max_query_len rows: more may be left unwritten.
+    plans = [{}, {"num_decodes": 0}] + ([{"num_decodes": 1}] if rows == 1 else [])
+    for plan in plans:
         out = batch.run(target.backend, **plan).float()
         assert out[-1].sub(right).abs().max() < 2e-3
     assert abs(right - 0.48201) < 1e-5
