@@ -15,7 +15,7 @@ from .cache import PagedCache
 from .choose import choose
 from .errors import InvalidInput
 from .formats import TORCH_DTYPES
-from .spec import AttentionSpec, dtype_name
+from .spec import AttentionSpec, dtype_name, positive
 
 
 class Attention:
@@ -50,8 +50,7 @@ class Attention:
             ("max_query_tokens", max_query_tokens),
             ("max_context", max_context),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name} must be a positive integer", repr(value))
+            positive(name, value)
         self.spec = spec
         self.device = torch.empty(0, device=device).device  # with its index, to compare with tensors'
         self.choice = choose(spec, self.device, backend)

@@ -17,7 +17,7 @@ from .errors import InvalidInput, Unsupported
 from .formats import FORMATS, check_scale
 from .layouts import Strides, layout_reasons, leaf_column, shapes
 from .reference.attention import gather
-from .spec import AttentionSpec, dtype_name
+from .spec import AttentionSpec, dtype_name, positive
 
 log = logging.getLogger("octavo")
 
@@ -67,8 +67,7 @@ class PagedCache:
         Unsupported where the layout cannot hold the spec.
         """
         _check_layout(spec)
-        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
-            raise InvalidInput("num_pages must be a positive integer", repr(num_pages))
+        positive("num_pages", num_pages)
         storage = FORMATS[spec.kv_dtype].storage
         k_shape, v_shape = shapes(spec, num_pages)
         if spec.mla:

@@ -15,7 +15,7 @@ from typing import Any
 from .backends import BACKENDS, BY_NAME, PHASES, Backend, head_dims
 from .device import Device
 from .errors import InvalidInput, Unsupported
-from .spec import AttentionSpec
+from .spec import AttentionSpec, positive
 
 WIDTH = 100  # columns of a printed plan
 
@@ -81,8 +81,7 @@ class Choice:
             ("max_query_tokens", max_query_tokens),
             ("max_context", max_context),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name} must be a positive integer", repr(value))
+            positive(name, value)
         return max(
             BY_NAME[self.phase(p).backend].workspace_bytes(
                 self.spec, self.device, max_batch, max_query_tokens, max_context

@@ -20,7 +20,7 @@ from .formats import FORMATS, dequantise
 from .indexer_calls import SCALE_BYTES, IndexBytes
 from .reference.index_append import decode_scale
 from .reference.mqa_logits import row_lengths
-from .spec import dtype_name, one_of
+from .spec import dtype_name, one_of, positive
 
 SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
 _BACKENDS = ("reference", "triton", "gluon")
@@ -56,8 +56,7 @@ class IndexerCache:
     ) -> IndexerCache:
         """A zeroed cache of `num_pages` pages on `device`."""
         for name, value in (("num_pages", num_pages), ("head_dim", head_dim), ("page_size", page_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"{name} must be a positive integer", repr(value))
+            positive(name, value)
         shape = (num_pages, page_size, 1, head_dim + SCALE_BYTES)
         return cls(torch.zeros(shape, dtype=torch.uint8, device=device), scale_format)
 

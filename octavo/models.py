@@ -12,7 +12,7 @@ from typing import Any
 
 from .configs import Config, checkpoint_kv, integer, resolve_kv_dtype, text_config
 from .errors import InvalidInput, Unsupported
-from .spec import AttentionSpec, IndexerSpec, dtype_name
+from .spec import AttentionSpec, IndexerSpec, dtype_name, positive
 
 # Families whose attention is checked against transformers' own; any other is taken as a plain decoder, with a note.
 FAMILIES = frozenset({
@@ -220,8 +220,7 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
         Unsupported: attention that no spec describes; the reasons name the keys found.
     """
     text = text_config(config)
-    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
-        raise InvalidInput("tp must be a positive integer", repr(tp))
+    positive("tp", tp)
     _refuse_others(config, text)
     family = str(text.get("model_type") or config.get("model_type") or "unnamed")
     notes: list[str] = []

@@ -45,14 +45,15 @@ def one_of(field: str, value: Any, known: tuple[str, ...]) -> None:
         raise InvalidInput(f"{field} must be one of {', '.join(known)}", repr(value))
 
 
-def _positive(field: str, value: Any) -> None:
+def positive(field: str, value: Any) -> None:
+    """Raise InvalidInput unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInput(f"{field} must be a positive integer", repr(value))
 
 
 def _positive_or_none(field: str, value: Any) -> None:
     if value is not None:
-        _positive(field, value)
+        positive(field, value)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class AttentionSpec:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "max_query_len"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         _positive_or_none("window", self.window)
         _positive_or_none("attention_chunk", self.attention_chunk)
         if self.num_q_heads % self.num_kv_heads:
@@ -228,5 +229,5 @@ class IndexerSpec:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "page_size", "max_query_len"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         one_of("scale_format", self.scale_format, ("fp32", "pow2", "ue8m0"))

@@ -143,22 +143,9 @@ def call_of(batch: Batch, num_decodes: int | None = None, max_query_len: int | N
     size = tuning.split_workspace_bytes(spec, facts, batch.seq_lens.shape[0], max(rows, 1), context)
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
     out.view(torch.uint8).fill_(0xFF)
-    return AttentionCall(
-        spec,
-        batch.q,
-        batch.cache.bytes(),
-        batch.seq_lens,
-        batch.page_table,
-        batch.query_starts,
-        batch.arguments.get("q_scale"),
-        batch.arguments.get("out_scale"),
-        batch.arguments.get("sinks"),
-        torch.full((size,), 0xFF, dtype=torch.uint8, device=device),
-        out,
-        torch.full((rows, spec.num_q_heads), float("nan"), device=device) if spec.lse else None,
-        num_decodes,
-        max_query_len,
-    )
+    lse = torch.full((rows, spec.num_q_heads), float("nan"), device=device) if spec.lse else None
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=device)
+    return batch.call(out, lse, workspace, num_decodes, max_query_len)
 
 
 def run(batch: Batch, **plan: int | None) -> torch.Tensor:

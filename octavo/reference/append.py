@@ -17,14 +17,7 @@ from ..layouts import LEAF_COLUMNS
 def append(call: AppendCall) -> None:
     """Write call.k and call.v [T, Hk, D] to call.slots; token_head scales are computed and written too."""
     spec, slots = call.spec, call.slots
-    capacity = call.cache.strides.num_pages * spec.page_size
-    live = (slots >= 0) & (slots < capacity)
-    outside = ~live & (slots != -1)
-    if slots.device.type == "cpu":
-        if bool(outside.any()):
-            raise InvalidInput(f"slots must be -1 or in [0, {capacity})", int(slots[outside][0]))
-    else:
-        call.counters[0] += outside.sum()
+    live = live_slots(slots, call.cache.strides.num_pages * spec.page_size, call.counters)
     page, offset = slots[live] // spec.page_size, slots[live] % spec.page_size
     _write(call, call.k, call.cache.k_view(spec), call.cache.k_scale, live, page, offset)
     if not spec.mla:
@@ -36,6 +29,17 @@ def append(call: AppendCall) -> None:
             _write(call, call.v, v_view.transpose(2, 3), call.cache.v_scale, live, page, offset_v, offset)
         else:
             _write(call, call.v, v_view, call.cache.v_scale, live, page, offset)
+
+
+def live_slots(slots: torch.Tensor, capacity: int, counters: torch.Tensor) -> torch.Tensor:
+    """bool [T]: the rows to write. Slots outside the pool: InvalidInput on a CPU, counted in counters[0] on a GPU."""
+    live = (slots >= 0) & (slots < capacity)
+    outside = ~live & (slots != -1)
+    if slots.device.type != "cpu":
+        counters[0] += outside.sum()
+    elif bool(outside.any()):
+        raise InvalidInput(f"slots must be -1 or in [0, {capacity})", int(slots[outside][0]))
+    return live
 
 
 def _write(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import InvalidInput
 from ..formats import FORMATS, quantise, token_scale
 from ..indexer_calls import SCALE_BYTES, IndexAppendCall
+from .append import live_slots
 
 E4M3 = FORMATS["fp8_e4m3"]
 
@@ -21,14 +21,7 @@ E4M3 = FORMATS["fp8_e4m3"]
 def index_append(call: IndexAppendCall) -> None:
     """Write call.k [T, D] and its scales to call.slots."""
     cache, slots = call.cache, call.slots
-    capacity = cache.num_pages * cache.page_size
-    live = (slots >= 0) & (slots < capacity)
-    outside = ~live & (slots != -1)
-    if slots.device.type == "cpu":
-        if bool(outside.any()):
-            raise InvalidInput(f"slots must be -1 or in [0, {capacity})", int(slots[outside][0]))
-    else:
-        call.counters[0] += outside.sum()
+    live = live_slots(slots, cache.num_pages * cache.page_size, call.counters)
     page, offset = slots[live] // cache.page_size, slots[live] % cache.page_size
     rows = call.k[: slots.shape[0]][live]
     call.counters[1] += rows.isnan().sum().to(torch.int32)

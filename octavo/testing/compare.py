@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..calls import AttentionCall
 from ..formats import FORMATS, TORCH_DTYPES
 from ..reference.attention import attention, gather, visible_tokens
 from .inputs import Batch
@@ -40,22 +39,7 @@ def exact(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     rows = batch.q.shape[0]
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=torch.float64, device=batch.q.device)
     lse = torch.empty(rows, spec.num_q_heads, device=batch.q.device)
-    call = AttentionCall(
-        spec,
-        batch.q,
-        batch.cache.bytes(),
-        batch.seq_lens,
-        batch.page_table,
-        batch.query_starts,
-        batch.arguments.get("q_scale"),
-        None,
-        batch.arguments.get("sinks"),
-        torch.empty(0, dtype=torch.uint8),
-        out,
-        lse,
-        None,
-        None,
-    )
+    call = replace(batch, spec=spec).call(out, lse, torch.empty(0, dtype=torch.uint8))
     attention(call, compute_dtype=torch.float64)
     return out, lse
 

@@ -9,6 +9,7 @@ import torch
 
 from ..attention import Attention
 from ..cache import PagedCache
+from ..calls import AttentionCall
 from ..formats import FORMATS, TORCH_DTYPES, cast
 from ..spec import AttentionSpec
 
@@ -44,6 +45,33 @@ class Batch:
         out.view(torch.uint8).fill_(0xFF)
         self.lse = torch.full((rows, spec.num_q_heads), float("nan"), device=self.q.device) if spec.lse else None
         return attention.run(self.q, self.cache, out=out, lse=self.lse, **self.arguments)
+
+    def call(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor,
+        num_decodes: int | None = None,
+        max_query_len: int | None = None,
+    ) -> AttentionCall:
+        """What `octavo.ops` hands a backend for this batch."""
+        given = self.arguments
+        return AttentionCall(
+            self.spec,
+            self.q,
+            self.cache.bytes(),
+            self.seq_lens,
+            self.page_table,
+            self.query_starts,
+            given.get("q_scale"),
+            given.get("out_scale"),
+            given.get("sinks"),
+            workspace,
+            out,
+            lse,
+            num_decodes,
+            max_query_len,
+        )
 
     def attention(self, backend: str | None = None) -> Attention:
         """An Attention that fits this batch, its workspace filled with 0xFF."""

@@ -39,22 +39,9 @@ def call_of(batch: Batch, num_decodes: int | None = -1, max_query_len: int | Non
     size = tuning.hopper_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device="cuda")
     out.view(torch.uint8).fill_(0xFF)
-    return AttentionCall(
-        spec,
-        batch.q,
-        batch.cache.bytes(),
-        batch.seq_lens,
-        batch.page_table,
-        batch.query_starts,
-        batch.arguments.get("q_scale"),
-        batch.arguments.get("out_scale"),
-        batch.arguments.get("sinks"),
-        torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda"),
-        out,
-        torch.full((rows, spec.num_q_heads), math.nan, device="cuda") if spec.lse else None,
-        sequences if num_decodes == -1 else num_decodes,
-        max_query_len,
-    )
+    lse = torch.full((rows, spec.num_q_heads), math.nan, device="cuda") if spec.lse else None
+    workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+    return batch.call(out, lse, workspace, sequences if num_decodes == -1 else num_decodes, max_query_len)
 
 
 def run(batch: Batch, num_decodes: int | None = -1, max_query_len: int | None = None) -> torch.Tensor:
