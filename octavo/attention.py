@@ -13,6 +13,7 @@ import torch
 from . import ops
 from .cache import PagedCache
 from .choose import choose
+from .device import torch_device
 from .errors import InvalidInput
 from .formats import TORCH_DTYPES
 from .spec import AttentionSpec, dtype_name, positive
@@ -52,7 +53,7 @@ class Attention:
         ):
             positive(name, value)
         self.spec = spec
-        self.device = torch.empty(0, device=device).device  # with its index, to compare with tensors'
+        self.device = torch_device(device)
         self.choice = choose(spec, self.device, backend)
         self.max_batch, self.max_query_tokens, self.max_context = max_batch, max_query_tokens, max_context
         self.workspace_bytes = self.choice.workspace_bytes(max_batch, max_query_tokens, max_context)
@@ -94,6 +95,8 @@ class Attention:
         num_decodes: how many sequences are decodes, if the host knows; None: those of at most spec.max_query_len rows.
         max_query_len: most query rows of any sequence, if the host knows.
         """
+        for name, tensor in (("seq_lens", seq_lens), ("page_table", page_table), ("query_starts", query_starts)):
+            _check_is_tensor(name, tensor)
         batch = seq_lens.shape[0] if seq_lens.dim() == 1 else -1
         _check_int32("seq_lens", seq_lens, "[B]", batch >= 0, self.device)
         table_fits = page_table.dim() == 2 and page_table.shape[0] >= batch
@@ -101,14 +104,17 @@ class Attention:
         _check_int32(
             "query_starts", query_starts, f"[{batch + 1}]", tuple(query_starts.shape) == (batch + 1,), self.device
         )
-        if page_table.stride(1) != 1:
-            raise InvalidInput("page_table must be contiguous in its last dimension", f"strides {page_table.stride()}")
+        for name, tensor in (("seq_lens", seq_lens), ("page_table", page_table), ("query_starts", query_starts)):
+            if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+                raise InvalidInput(f"{name} must be contiguous in its last dimension", f"strides {tensor.stride()}")
         if batch > self.max_batch:
             raise InvalidInput(f"at most max_batch = {self.max_batch} sequences", batch)
-        if num_decodes is not None and not 0 <= num_decodes <= batch:
-            raise InvalidInput(f"num_decodes must be in [0, {batch}]", num_decodes)
-        if max_query_len is not None and max_query_len < 0:
-            raise InvalidInput("max_query_len must not be negative", max_query_len)
+        for name, count, most in (("num_decodes", num_decodes, batch), ("max_query_len", max_query_len, None)):
+            if count is None:
+                continue
+            if not isinstance(count, (int, torch.SymInt)) or count < 0 or (most is not None and count > most):
+                limit = "not negative" if most is None else f"in [0, {most}]"
+                raise InvalidInput(f"{name} must be an integer, {limit}", repr(count))
         self._step = (seq_lens, page_table, query_starts)
         self._num_decodes, self._max_query_len = num_decodes, max_query_len
         if self._schedule is not None:
@@ -136,6 +142,7 @@ class Attention:
         if self._step is None:
             raise InvalidInput("plan must be called before run")
         spec = self.spec
+        _check_is_tensor("q", q)
         rows = q.shape[0]
         self._check_cache(cache)
         _check_tensor("q", q, (rows, spec.num_q_heads, spec.head_dim), (self._query_dtype,), self.device)
@@ -148,12 +155,14 @@ class Attention:
                 continue
             if dtype != "fp8_e4m3":
                 raise InvalidInput(f"{name} goes with fp8_e4m3 alone", dtype)
-            if scale.numel() != 1:
-                shape = (spec.num_q_heads,) if name == "q_scale" else (1,)
-                _check_tensor(name, scale, shape, (torch.float32,), self.device)
+            _check_is_tensor(name, scale)
+            shape = (spec.num_q_heads,) if name == "q_scale" and scale.numel() != 1 else ()
+            single = scale.reshape(()) if scale.numel() == 1 else scale
+            _check_tensor(name, single, shape, (torch.float32,), self.device)
         if (sinks is None) == spec.sinks:
             raise InvalidInput(f"sinks must {'' if spec.sinks else 'not '}be given: spec.sinks is {spec.sinks}")
         if sinks is not None:
+            _check_is_tensor("sinks", sinks)
             _check_tensor("sinks", sinks, (spec.num_q_heads,), (torch.float32, torch.bfloat16), self.device)
         if (lse is None) == spec.lse:
             raise InvalidInput(f"lse must {'' if spec.lse else 'not '}be given: spec.lse is {spec.lse}")
@@ -192,6 +201,8 @@ class Attention:
         return out
 
     def _check_cache(self, cache: PagedCache) -> None:
+        if not isinstance(cache, PagedCache):
+            raise InvalidInput("cache must be a PagedCache", type(cache).__name__)
         if cache.cache_fields == self._cache_fields and cache.device == self.device:
             return
         if cache.device != self.device:
@@ -234,6 +245,8 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     outs [n, T, Hq, Dv], lses fp32 [n, T, Hq] -> out [T, Hq, Dv] of outs' dtype, lse fp32 [T, Hq].
     A part with lse -inf has no say. Where attention has sinks, pass them to one of the parts only.
     """
+    _check_is_tensor("outs", outs)
+    _check_is_tensor("lses", lses)
     if outs.dim() != 4 or outs.shape[0] < 1 or tuple(lses.shape) != tuple(outs.shape[:3]):
         raise InvalidInput(
             "outs must be [n, T, Hq, Dv] and lses [n, T, Hq]", f"{list(outs.shape)} and {list(lses.shape)}"
@@ -241,6 +254,11 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     if lses.dtype != torch.float32 or lses.device != outs.device:
         raise InvalidInput(f"lses must be float32 on {outs.device}", f"{dtype_name(lses.dtype)} on {lses.device}")
     return ops.merge_states(outs, lses, ops.cache_backend(outs.device, "merge_states"))
+
+
+def _check_is_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInput(f"{name} must be a tensor", type(value).__name__)
 
 
 def _check_int32(name: str, t: torch.Tensor, shape: str, shape_holds: bool, device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from . import ops
 from .calls import CacheBytes
+from .device import torch_device
 from .errors import InvalidInput, Unsupported
 from .formats import FORMATS, check_scale
 from .layouts import Strides, layout_reasons, leaf_column, shapes
@@ -43,8 +44,7 @@ class PagedCache:
         self.k, self.v = k, v
         self.num_pages = int(k.shape[0])
         self.device = k.device
-        k_scale, v_scale = self._scales(k_scale, v_scale)
-        self.k_scale, self.v_scale = k_scale, v_scale
+        self._k_scale, self._v_scale = self._scales(k_scale, v_scale)
         self.counters = torch.zeros(2, dtype=torch.int32, device=k.device)
         self._spec_json = spec.to_json()
         self.append_backend = ops.cache_backend(self.device, "append")
@@ -68,6 +68,7 @@ class PagedCache:
         """
         _check_layout(spec)
         positive("num_pages", num_pages)
+        device = torch_device(device)
         storage = FORMATS[spec.kv_dtype].storage
         k_shape, v_shape = shapes(spec, num_pages)
         if spec.mla:
@@ -139,8 +140,9 @@ class PagedCache:
             _check_new("v", v, rows, spec.num_kv_heads, spec.value_dim)
         if slots.dtype != torch.int64 or slots.dim() != 1:
             raise InvalidInput("slots must be int64 [T]", f"{dtype_name(slots.dtype)} {list(slots.shape)}")
-        if k.device != self.device or slots.device != self.device:
-            raise InvalidInput(f"k, v and slots must be on {self.device}", f"{k.device} and {slots.device}")
+        devices = {t.device for t in (k, v, slots) if t is not None}
+        if devices != {self.device}:
+            raise InvalidInput(f"k, v and slots must be on {self.device}", " and ".join(sorted(map(str, devices))))
         written = spec.fp8 and spec.scale_granularity == "token_head"
         v_scale = None if spec.mla else self.v_scale
         ops.append(
@@ -169,13 +171,33 @@ class PagedCache:
     def convert(self, layout: str) -> PagedCache:
         """A new cache with the same elements and scales in another layout; Unsupported where that cannot hold them."""
         target = PagedCache.allocate(dataclasses.replace(self.spec, layout=layout), self.num_pages, self.device)
-        target.k_scale, target.v_scale = _clone(self.k_scale), _clone(self.v_scale)
+        target._k_scale, target._v_scale = _clone(self.k_scale), _clone(self.v_scale)
         target.bytes().k_view(target.spec).copy_(self.bytes().k_view(self.spec))
         if not self.spec.mla:
             v, order = self._v_tokens()
             into, into_order = target._v_tokens()
             into[:, :, into_order] = v[:, :, order]
         return target
+
+    @property
+    def k_scale(self) -> torch.Tensor | None:
+        """Scale of the keys; setting one checks it as `allocate` does, and a 16-bit cache keeps none."""
+        return self._k_scale
+
+    @k_scale.setter
+    def k_scale(self, scale: Scale) -> None:
+        self._k_scale = self._scales(scale, self._v_scale)[0]
+        if self.spec.mla:
+            self._v_scale = self._k_scale
+
+    @property
+    def v_scale(self) -> torch.Tensor | None:
+        """Scale of the values, as `k_scale`; an MLA cache has one for both."""
+        return self._v_scale
+
+    @v_scale.setter
+    def v_scale(self, scale: Scale) -> None:
+        self._v_scale = self._scales(self._k_scale, scale)[1]
 
     def bytes(self) -> CacheBytes:
         """The memory and scales as a kernel takes them."""
@@ -237,6 +259,8 @@ def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size
     becomes pages p r .. p r + r - 1. Ids that are negative, or too large for int32 afterwards, become -1. Raises
     InvalidInput unless kernel_page_size divides page_size.
     """
+    positive("page_size", page_size)
+    positive("kernel_page_size", kernel_page_size)
     if page_size % kernel_page_size:
         raise InvalidInput("the kernel's page size must divide the engine's", f"{kernel_page_size} and {page_size}")
     ratio = page_size // kernel_page_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .backends import BACKENDS, BY_NAME, PHASES, Backend, head_dims
@@ -45,7 +45,7 @@ class PhaseChoice:
     backend: str
     compute_query_dtype: str
     why: str
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, Verdict] = field(hash=False)
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,12 @@ def choose(spec: AttentionSpec, device: Any = None, backend: str | None = None) 
         InvalidInput: an unknown device or backend; the known ones are listed.
         Unsupported: a phase that no backend, or not the named one, can run; with every broken rule and the value found.
     """
+    if not isinstance(spec, AttentionSpec):
+        raise InvalidInput("spec must be an AttentionSpec", type(spec).__name__)
     by = "the caller"
     if backend is None or backend == "auto":
         backend, by = os.environ.get("OCTAVO_BACKEND") or None, "OCTAVO_BACKEND"
-    if backend is not None and backend not in BY_NAME:
+    if backend is not None and (not isinstance(backend, str) or backend not in BY_NAME):
         raise InvalidInput(f"backend (named by {by}) must be one of {', '.join(BY_NAME)}", repr(backend))
     return _choose(spec, Device.of(device), backend, by)
 

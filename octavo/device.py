@@ -59,7 +59,7 @@ class Device:
     @staticmethod
     def named(name: str) -> Device:
         """The device that octavo knows as `name` (any case). Raises InvalidInput, listing the known names."""
-        device = KNOWN.get(name.lower())
+        device = KNOWN.get(name.lower()) if isinstance(name, str) else None
         if device is None:
             raise InvalidInput(f"device must be one of {', '.join(KNOWN)}, or auto, or a torch device", repr(name))
         return device
@@ -91,7 +91,7 @@ class Device:
             return device
         if device is None or device == "auto":
             return Device.detect()
-        if isinstance(device, str) and device.split(":")[0] != "cuda":
+        if isinstance(device, str) and device.split(":")[0] != "cuda" and not device.startswith("cpu:"):
             return Device.named(device)
         return Device.detect(device)
 
@@ -146,3 +146,11 @@ def from_properties(properties: Any, rocm: bool = False) -> Device:
         bandwidth_gbs=same.bandwidth_gbs if same else 0.0,
         triton_version=_triton_version(),
     )
+
+
+def torch_device(device: Any) -> Any:
+    """The torch.device, with its index, of a CPU or of a GPU that torch sees. Raises InvalidInput for anything else."""
+    import torch
+
+    Device.detect("cuda:0" if device is None else device)  # says what is needed of a device that is not there
+    return torch.empty(0, device=device).device

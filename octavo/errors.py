@@ -30,3 +30,8 @@ class Unsupported(OctavoError):
         if nearest:
             lines.append(f"  nearest supported: {nearest}")
         super().__init__("\n".join(lines))
+        self._what = what
+
+    def __reduce__(self) -> tuple[type[Unsupported], tuple[str, tuple[str, ...], str | None]]:
+        """Reasons survive pickling: engines plan in worker processes."""
+        return type(self), (self._what, self.reasons, self.nearest)

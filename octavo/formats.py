@@ -80,6 +80,8 @@ def check_scale(name: str, scale: torch.Tensor | float | None, shape: tuple[int,
     """Raise InvalidInput unless `scale` has `shape` and every element is finite and positive; synchronises."""
     if scale is None:
         return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.Tensor)):
+        raise InvalidInput(f"{name} must be a number or a tensor", repr(scale))
     values = torch.as_tensor(scale)
     if tuple(values.shape) != shape and not (shape == () and values.numel() == 1):
         raise InvalidInput(f"{name} must have shape {list(shape)}", list(values.shape))

@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 
 from . import indexer_ops as ops
+from .device import torch_device
 from .errors import InvalidInput, Unsupported
 from .formats import FORMATS, dequantise
 from .indexer_calls import SCALE_BYTES, IndexBytes
@@ -57,6 +58,7 @@ class IndexerCache:
         """A zeroed cache of `num_pages` pages on `device`."""
         for name, value in (("num_pages", num_pages), ("head_dim", head_dim), ("page_size", page_size)):
             positive(name, value)
+        device = torch_device(device)
         shape = (num_pages, page_size, 1, head_dim + SCALE_BYTES)
         return cls(torch.zeros(shape, dtype=torch.uint8, device=device), scale_format)
 
@@ -152,6 +154,8 @@ def paged_mqa_logits(
     if q.dim() != 4:
         raise InvalidInput("q must be e4m3 [B, n, H, D]", _told(q))
     batch, n, heads, _ = q.shape
+    positive("n, the query rows of q [B, n, H, D],", n)
+    positive("H, the heads of q [B, n, H, D],", heads)
     _check_query(q, weights, index.head_dim, batch * n, heads)
     if tuple(seq_lens.shape) not in ((batch,), (batch, n)) or seq_lens.dtype != torch.int32:
         raise InvalidInput(f"seq_lens must be int32 [{batch}] or [{batch}, {n}]", _told(seq_lens))

@@ -58,6 +58,7 @@ def cache_backend(device: torch.device, name: str) -> str:
     return "triton" if device.type == "cuda" and written else "reference"
 
 
+@torch.no_grad()  # what is stored has no gradient, and a cache must not hold the graph of what it was written from
 def _append(
     k: torch.Tensor,
     v: torch.Tensor | None,
@@ -84,6 +85,7 @@ def _append(
     kernel(backend, "append")(AppendCall(AttentionSpec.from_json(spec), k, v, slots, cache, counters))
 
 
+@torch.no_grad()
 def _attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,

@@ -117,6 +117,8 @@ class AttentionSpec:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size", "max_query_len"):
             positive(name, getattr(self, name))
         _positive_or_none("window", self.window)
+        if self.window is not None:  # some engines' "no window" is a huge one; kernels do this arithmetic in int32
+            object.__setattr__(self, "window", min(self.window, 1 << 30))
         _positive_or_none("attention_chunk", self.attention_chunk)
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidInput(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,8 +85,12 @@ BAD_PLANS = [
     ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, r"seq_lens must be int32 \[B\] on cpu; came int64 \[2\] on cpu"),
     ({"page_table": torch.zeros(1, 4, dtype=torch.int32)}, r"page_table must be int32 \[2 or more, max pages\]"),
     ({"query_starts": torch.zeros(2, dtype=torch.int32)}, r"query_starts must be int32 \[3\]"),
-    ({"num_decodes": 3}, r"num_decodes must be in \[0, 2\]; came 3"),
-    ({"max_query_len": -1}, "max_query_len must not be negative"),
+    ({"num_decodes": 3}, r"num_decodes must be an integer, in \[0, 2\]; came 3"),
+    ({"num_decodes": 1.0}, r"num_decodes must be an integer, in \[0, 2\]; came 1.0"),
+    ({"max_query_len": -1}, "max_query_len must be an integer, not negative; came -1"),
+    ({"seq_lens": [1, 1]}, "seq_lens must be a tensor; came list"),
+    ({"seq_lens": torch.ones(2, 2, dtype=torch.int32)[:, 0]}, "seq_lens must be contiguous in its last dimension"),
+    ({"query_starts": torch.ones(3, 2, dtype=torch.int32)[:, 0]}, "query_starts must be contiguous in its last"),
 ]
 
 
@@ -116,6 +122,8 @@ BAD_RUNS = [
     ({"sinks": torch.zeros(8)}, "sinks must not be given: spec.sinks is False"),
     ({"lse": torch.zeros(1, 8)}, "lse must not be given: spec.lse is False"),
     ({"q_scale": torch.ones(())}, "q_scale goes with fp8_e4m3 alone; came bfloat16"),
+    ({"q": None}, "q must be a tensor; came NoneType"),
+    ({"cache": None}, "cache must be a PagedCache; came NoneType"),
     ({"out": torch.zeros(1, 8, 32)}, r"out must be bfloat16 \[1, 8, 32\] on cpu; came float32"),
 ]
 
@@ -191,3 +199,56 @@ def test_ops_pass_torchs_own_checks():
             *(batch.cache.counters, memory.strides, SPEC.to_json(), "reference"),
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"q_scale": 0.5}, "q_scale must be a tensor; came float"),
+        ({"q_scale": torch.tensor(0.5, dtype=torch.float64)}, "q_scale must be float32"),
+        ({"q_scale": torch.ones(3)}, r"q_scale must be float32 \[8\] on cpu; came float32 \[3\]"),
+        ({"out_scale": torch.ones(8)}, r"out_scale must be float32 \[\] on cpu"),
+        ({"q_scale": torch.ones((), device="meta")}, "q_scale must be float32 .* on cpu; came .* on meta"),
+    ],
+)
+def test_scales_of_query_and_output_are_checked(scales, message):
+    batch = make_batch(replace(SPEC, query_dtype="fp8_e4m3", out_dtype="fp8_e4m3"), [5], [1])
+    attn = batch.attention()
+    attn.plan(batch.seq_lens, batch.page_table, batch.query_starts)
+    with pytest.raises(InvalidInput, match=message):
+        attn.run(batch.q, batch.cache, **scales)
+    per_head = attn.run(batch.q, batch.cache, q_scale=torch.full((8,), 0.25), out_scale=torch.ones(1))
+    assert torch.equal(
+        per_head.view(torch.uint8), attn.run(batch.q, batch.cache, q_scale=torch.tensor(0.25)).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "h200", "", "meta", 3.5])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    for make in (lambda: attention(device=device), lambda: PagedCache.allocate(SPEC, 1, device)):
+        with pytest.raises(InvalidInput, match="device must be"):
+            make()
+
+
+def test_nothing_of_autograd_is_kept():
+    spec = AttentionSpec(8, 2, 32, page_size=32, kv_dtype="bfloat16", layout="nhd")
+    cache = PagedCache.allocate(spec, 1, "cpu")
+    k = torch.randn(1, 2, 32, requires_grad=True)
+    cache.append(k, k, torch.tensor([0]))
+    q = torch.randn(1, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+    lens, starts = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    out = octavo.attention(spec, q, cache, lens, torch.zeros(1, 1, dtype=torch.int32), starts)
+    assert not cache.k.requires_grad and not out.requires_grad
+
+
+def test_a_row_of_a_batch_invariant_spec_is_its_own():
+    spec = replace(SPEC, batch_invariant=True, out_dtype="float32", window=150)
+    batch = make_batch(spec, [200], [8])
+    together = batch.run()
+    for row in range(8):
+        length = torch.tensor([200 - 7 + row], dtype=torch.int32)
+        starts = torch.tensor([0, 1], dtype=torch.int32)
+        alone = octavo.attention(spec, batch.q[row : row + 1], batch.cache, length, batch.page_table, starts)
+        assert torch.equal(alone[0], together[row])

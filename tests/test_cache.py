@@ -133,6 +133,13 @@ def test_nan_is_written_as_zero_and_counted():
     assert got[0, 0, 2:6].tolist() == [2.0, 0.0, 0.0, 2.0] and cache.counters.tolist() == [0, 4]
 
 
+def test_tensors_elsewhere_are_refused():
+    cache = PagedCache.allocate(AttentionSpec(4, 2, 32), 1, "cpu")
+    k = torch.zeros(1, 2, 32)
+    with pytest.raises(InvalidInput, match="k, v and slots must be on cpu; came cpu and meta"):
+        cache.append(k, k.to("meta"), torch.tensor([0]))
+
+
 def test_append_takes_any_strides_and_more_rows_than_slots():
     spec = AttentionSpec(4, 2, 32, layout="nhd", page_size=8)
     fused = torch.randn(10, 2, 3, 32).to(torch.bfloat16)  # an engine's QKV projection
@@ -234,6 +241,19 @@ class TestScales:
             cache = PagedCache.allocate(spec, 1, "cpu", k_scale=1 / 16, v_scale=0.5)
         assert cache.k_scale is None and cache.v_scale is None
         assert "a bfloat16 cache has no scales" in caplog.text
+
+    def test_setting_one_later_is_checked_and_a_16_bit_cache_keeps_none(self):
+        cache = PagedCache.allocate(AttentionSpec(4, 2, 32), 1, "cpu")
+        cache.k_scale = 0.5
+        assert cache.k_scale.item() == 0.5 and cache.v_scale is None
+        with pytest.raises(InvalidInput, match="v_scale must be finite and positive"):
+            cache.v_scale = torch.tensor(0.0)
+        bf16 = PagedCache.allocate(AttentionSpec(4, 2, 32, kv_dtype="bfloat16", layout="nhd"), 1, "cpu")
+        bf16.k_scale = torch.tensor(1 / 16)
+        assert bf16.k_scale is None
+        for wrong in ("0.5", [0.5], True):
+            with pytest.raises(InvalidInput, match="k_scale must be a number or a tensor"):
+                cache.k_scale = wrong
 
     def test_an_engines_scale_tensor_is_kept_by_reference(self):
         scale = torch.tensor([0.5, 0.25])

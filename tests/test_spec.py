@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from octavo import AttentionSpec, IndexerSpec, InvalidInput
+from octavo import AttentionSpec, IndexerSpec, InvalidInput, Unsupported
 
 
 def test_aliases_and_defaults():
@@ -39,6 +39,17 @@ def test_kinds_and_bytes():
 def test_json_and_pickle_round_trip(spec):
     assert AttentionSpec.from_json(spec.to_json()) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_a_huge_window_is_one_that_kernels_can_add_to():
+    assert AttentionSpec(8, 2, 64, window=2**31 - 1) == AttentionSpec(8, 2, 64, window=10**20)
+    assert AttentionSpec(8, 2, 64, window=2**31).window == 2**30
+
+
+def test_unsupported_survives_pickling():
+    error = Unsupported("no", ["one", "two"], "page_size=64")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.reasons, copy.nearest, str(copy)) == (("one", "two"), "page_size=64", str(error))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from ..formats import FORMATS, cast, dequantise
 from ..layouts import leaf_column
 from ..spec import AttentionSpec
 
+_SUM_BLOCK = 2048  # keys summed in one product
 _MAX_SCORES = 1 << 24  # scores held at once: rows are taken in blocks, so that long contexts fit in memory
 
 
@@ -52,10 +53,17 @@ def attention(call: AttentionCall, phase: str = "both", compute_dtype: torch.dty
         begin = first_token(spec, seq_len - rows)
         k, v, live = gather(spec, call.cache, call.page_table[index], begin, seq_len, compute_dtype)
         block = max(1, _MAX_SCORES // (spec.num_q_heads * max(seq_len - begin, 1)))
+        if spec.batch_invariant:  # a product's sums depend on its shape: each row has one of its own
+            block = 1
         for row in range(0, rows, block):
             span = slice(first + row, first + min(row + block, rows))
             positions = torch.arange(seq_len - rows + row, seq_len - rows + min(row + block, rows), device=k.device)
-            _attend(call, span, positions, begin, k, v, live, compute_dtype)
+            low, high = begin, seq_len
+            if spec.batch_invariant:
+                position = seq_len - rows + row
+                low, high = first_token(spec, position), max(position + 1, 0) if spec.causal else seq_len
+            part = slice(low - begin, high - begin)
+            _attend(call, span, positions, low, k[:, part], v[:, part], live[part], compute_dtype)
 
 
 def first_token(spec: AttentionSpec, position: int) -> int:
@@ -111,6 +119,8 @@ def _attend(
 ) -> None:
     """Rows `span` of call.q at `positions` over the tokens from `begin` on that k, v [Hk, n, D] hold."""
     spec = call.spec
+    if k.shape[1] == 0:  # rows before the sequence's first token
+        return
     rows, heads, group = span.stop - span.start, spec.num_kv_heads, spec.group_size
     q = _query(call, span, dtype).view(rows, heads, group, spec.head_dim)
     q = q.permute(1, 0, 2, 3).reshape(heads, rows * group, spec.head_dim)
@@ -134,12 +144,20 @@ def _attend(
     total = p.sum(-1, keepdim=True)
     if call.sinks is not None:
         total = total + torch.exp(sinks - peak)
-    out = torch.bmm(p.view(heads, rows * group, -1), v).view(heads, rows, group, spec.value_dim)
+    out = _weighted_sum(p.view(heads, rows * group, -1), v).view(heads, rows, group, spec.value_dim)
     out = torch.where(sees, out / total, 0.0)
     _store(call, span, out.permute(1, 0, 2, 3).reshape(rows, spec.num_q_heads, spec.value_dim))
     if call.lse is not None:
         lse = torch.where(sees, peak + torch.log(total), float("-inf"))
         call.lse[span] = lse[..., 0].permute(1, 0, 2).reshape(rows, spec.num_q_heads).to(torch.float32)
+
+
+def _weighted_sum(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """p [Hk, rows, n] times v [Hk, n, Dv], added up in blocks: one long fp32 sum over 131,072 keys is off by 2e-3."""
+    out = torch.zeros(p.shape[0], p.shape[1], v.shape[2], dtype=p.dtype, device=p.device)
+    for start in range(0, p.shape[2], _SUM_BLOCK):
+        out += torch.bmm(p[..., start : start + _SUM_BLOCK], v[:, start : start + _SUM_BLOCK])
+    return out
 
 
 def visible_tokens(spec: AttentionSpec, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
