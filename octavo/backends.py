@@ -274,7 +274,7 @@ def rules_markdown() -> str:
         "A backend may run a phase when all rules hold. The planner takes the first that may, in the order below.",
     ]
     for backend in BACKENDS:
-        there = ", ".join(p for p in PHASES if p in WRITTEN[backend.name]) or "none yet"
+        there = ", ".join(sorted(WRITTEN[backend.name])) or "none yet"
         lines += [
             "",
             f"## {backend.name}",

@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; InvalidInput where there is none."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
     if not isinstance(config, dict):
         raise InvalidInput(f"{path} must hold a JSON object", type(config).__name__)
@@ -103,6 +103,9 @@ def checkpoint_kv(config: Config) -> DeclaredCache | None:
         return None
     inner = quant.get("quantization_config")
     scheme = quant.get("kv_cache_scheme") or (inner.get("kv_cache_scheme") if isinstance(inner, Mapping) else None)
+    if scheme and not isinstance(scheme, Mapping):
+        reason = f"kv_cache_scheme must be an object; it is {scheme!r}"
+        return DeclaredCache("quantization_config's kv_cache_scheme", "tensor", (reason,))
     if isinstance(scheme, Mapping):
         reasons = []
         for key, followed in _E4M3_SCHEME.items():
@@ -132,6 +135,7 @@ def resolve_kv_dtype(config: Config, asked: str = "auto", name: str = "the check
     if given == "auto":
         if declared is None:
             own = dtype_name(text_config(config).get("dtype") or "bfloat16")
+            own = own if own in ("bfloat16", "float16", "float32") else "bfloat16"  # weights may be of fewer bits
             return own, f"kv cache dtype auto: {own}, as {name} declares no KV scales"
         if declared.reasons:
             what = f"kv cache dtype auto cannot follow {name} ({declared.source})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .configs import Config, checkpoint_kv, integer, resolve_kv_dtype, text_config
-from .errors import InvalidInput, Unsupported
+from .errors import InvalidInput, OctavoError, Unsupported
 from .spec import AttentionSpec, IndexerSpec, dtype_name, positive
 
 # Families whose attention is checked against transformers' own; any other is taken as a plain decoder, with a note.
@@ -156,10 +156,11 @@ def _head_fields(text: Config, tp: int, notes: list[str]) -> dict[str, Any]:
         dims = {"head_dim": latent + integer(text, "qk_rope_head_dim"), "head_dim_v": latent}
         return {"num_q_heads": heads, "num_kv_heads": 1, "mla": True, "softmax_scale": mla_scale(text), **dims}
     multi_query = text.get("multi_query") and not text.get("new_decoder_architecture")
-    kv_heads = 1 if multi_query else integer(text, "num_key_value_heads") if text.get("num_key_value_heads") else heads
+    given = text.get("num_key_value_heads") is not None
+    kv_heads = 1 if multi_query else integer(text, "num_key_value_heads") if given else heads
     heads, kv_heads = _split_heads(heads, kv_heads, tp, notes)
     fields: dict[str, Any] = {"num_q_heads": heads, "num_kv_heads": kv_heads}
-    if text.get("head_dim"):
+    if text.get("head_dim") is not None:
         fields["head_dim"] = integer(text, "head_dim")
     else:
         hidden, whole = integer(text, "hidden_size"), integer(text, "num_attention_heads")
@@ -195,6 +196,9 @@ def _indexer(text: Config, page_size: int, max_query_len: int) -> IndexerSpec | 
     )
 
 
+MOST_LAYERS = 10_000  # of any config that is meant
+
+
 def _dtypes(text: Config, notes: list[str]) -> dict[str, str]:
     """query_dtype and out_dtype: the checkpoint's, or bfloat16 where it says none that queries can have."""
     own = dtype_name(text.get("dtype") or "bfloat16")
@@ -219,8 +223,20 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
         InvalidInput: a key that is needed is not there, tp does not divide the heads, or the dtypes clash.
         Unsupported: attention that no spec describes; the reasons name the keys found.
     """
-    text = text_config(config)
     positive("tp", tp)
+    try:
+        return _model_kinds(config, tp, kv_dtype, name, fields)
+    except OctavoError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        # A config is anybody's JSON: a key of another type than its family's fails wherever it is first used.
+        raise InvalidInput("the config's values must have the types of its family", f"{error}") from error
+
+
+def _model_kinds(config: Config, tp: int, kv_dtype: str, name: str, fields: dict[str, Any]) -> Model:
+    text = text_config(config)
+    if integer(text, "num_hidden_layers") > MOST_LAYERS:
+        raise InvalidInput(f"the config needs num_hidden_layers of at most {MOST_LAYERS}", text["num_hidden_layers"])
     _refuse_others(config, text)
     family = str(text.get("model_type") or config.get("model_type") or "unnamed")
     notes: list[str] = []
@@ -233,6 +249,9 @@ def model_kinds(config: Config, *, tp: int = 1, kv_dtype: str = "auto", name: st
         declared = checkpoint_kv(config)
         taken = declared is not None and not declared.reasons and fields["kv_dtype"] == "fp8_e4m3"
         fields["scale_granularity"] = declared.granularity if declared and taken else "tensor"
+    elif (declared := checkpoint_kv(config)) and declared.granularity != fields["scale_granularity"]:
+        given = fields["scale_granularity"]
+        notes.append(f"scales per {given}, as given: the checkpoint's, per {declared.granularity}, are not used")
     common = {**_head_fields(text, tp, notes), **_dtypes(text, notes)}
     alibi = text.get("alibi") or family == "bloom" or (text.get("attn_config") or {}).get("alibi")
     common |= {

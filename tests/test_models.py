@@ -348,3 +348,28 @@ def test_what_cannot_be_read_is_one_clear_line(tmp_path: Path, content: str | No
         load_config(tmp_path)
     with pytest.raises(InvalidInput, match="llama-3.1-8b"):
         load_config("llama-9-900b")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layer_types": 5},
+        {"architectures": 5},
+        {"model_type": []},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None, "sliding_window": 8},
+        {"model_type": "gemma2", "query_pre_attn_scalar": "x"},
+    ],
+)
+def test_values_of_the_wrong_type_are_one_clear_line(wrong: dict) -> None:
+    with pytest.raises(InvalidInput) as error:
+        model_kinds({**LLAMA, **wrong}, layout="nhd")
+    assert "\n" not in str(error.value)
+
+
+def test_a_scheme_that_is_no_object_and_weights_of_fewer_bits() -> None:
+    with pytest.raises(Unsupported, match="kv_cache_scheme must be an object; it is 'fp8'"):
+        model_kinds({**LLAMA, "quantization_config": {"kv_cache_scheme": "fp8"}}, layout="nhd")
+    assert model_kinds({**LLAMA, "torch_dtype": "float8_e4m3fn"}, layout="nhd").kinds[0].spec.kv_dtype == "bfloat16"

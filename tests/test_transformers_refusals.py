@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers_models import keyword, left_padded, prompts, tiny, transformers
@@ -32,10 +34,56 @@ def test_gradients(llama):
 
 
 def test_dropout_in_training():
-    model = tiny("llama", attention_dropout=0.5).train()
+    model = tiny("llama", attention_dropout=0.5)
     enable(model, "auto")
+    model.train()
     with torch.no_grad(), pytest.raises(InvalidInput, match="dropout of layer 0 must be the planned 0.0"):
         model(prompts(1, 6))
+
+
+def test_models_that_are_not_ready():
+    for wrong in ("x", None, torch.nn.Linear(2, 2)):
+        with pytest.raises(InvalidInput, match="model must be a transformers model"):
+            enable(wrong)
+        with pytest.raises(InvalidInput, match="model must be a transformers model"):
+            disable(wrong)
+    with pytest.raises(InvalidInput, match="model must be in eval mode"):
+        enable(tiny("llama").train())
+
+
+def test_a_refused_enable_leaves_the_earlier_one(llama):
+    handle = enable(llama, "auto")
+    with pytest.raises(InvalidInput, match="kv_dtype must be one of"):
+        enable(llama, "bogus")
+    with torch.no_grad():
+        assert llama(prompts(1, 6), **{keyword(): handle.new_cache()}).logits.isfinite().all()
+
+
+def test_another_attention_while_enabled(llama):
+    enable(llama, "auto")
+    llama.set_attn_implementation("eager")
+    with torch.no_grad(), pytest.raises(InvalidInput, match="attn_implementation must stay 'octavo'"):
+        llama(prompts(1, 6))
+    disable(llama)
+
+
+def test_a_cache_of_a_model_that_is_not_enabled_any_more(llama):
+    cache = enable(llama, "auto").new_cache()
+    disable(llama)
+    with torch.no_grad(), pytest.raises(InvalidInput, match="or the model is not enabled"):
+        for _ in range(2):
+            llama(prompts(1, 6), **{keyword(): cache})
+
+
+def test_threads_take_turns():
+    model = tiny("llama")
+    ids = [prompts(1, 5 + n) for n in range(4)]
+    with torch.no_grad():
+        alone = [model.generate(one, max_new_tokens=10, do_sample=False) for one in ids]
+        enable(model, "auto", page_size=16, layout="nhd")
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda one: model.generate(one, max_new_tokens=10, do_sample=False), ids))
+    assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
 def test_a_foreign_cache(llama):

@@ -64,8 +64,13 @@ def writable(path: Path) -> None:
         raise InvalidInput(f"--out must be a file; {path} is a folder")
     if not folder.is_dir():
         raise InvalidInput(f"--out must lie in a folder that exists; {folder} does not")
-    if not os.access(folder, os.W_OK):
-        raise InvalidInput(f"--out must lie in a folder that can be written; {folder} cannot")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidInput(
+            f"--out must lie in a folder that can be written; {folder} cannot: {error.strerror}"
+        ) from error
 
 
 def write(path: Path, text: str) -> None:
@@ -80,6 +85,8 @@ def write(path: Path, text: str) -> None:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # a temporary file is its owner's alone; a report is as any other file
         temporary.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"{path} must be writable", error.strerror) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -58,8 +58,8 @@ def explain(
     """Print which backend runs prefill and decode of each kind of layer, why, and why each other one does not."""
     if layout != "auto":
         one_of("layout", layout, LAYOUTS)
-    if not memory > 0:
-        raise InvalidInput("memory must be a positive number of GB", memory)
+    if not 0 < memory <= 1e9:
+        raise InvalidInput("memory must be a positive number of GB, at most 1e9", memory)
     on = Device.of(device)
     fields = {"page_size": page_size, "max_query_len": query_len, "layout": "nhd"}
     fields["scale_granularity"] = None if scale_granularity == "auto" else scale_granularity

@@ -77,4 +77,8 @@ def root(
 
 def main() -> None:
     """Entry point of the script `octavo` and of `python -m octavo`."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # while a command's imports run
+        typer.echo("octavo: interrupted", err=True)
+        raise SystemExit(130) from None

@@ -45,6 +45,11 @@ class PagedLayer(CacheLayerMixin):
         A transformers without that dict (5.17) hands nothing on: the layer then waits in a dict that the attention
         function looks into.
         """
+        if self.pending is not None:
+            raise InvalidInput(
+                "octavo's attention must take each update: an earlier pass broke off, or the model is not enabled; "
+                "use a new cache of an enabled model"
+            )
         self.is_initialized = True
         self.pending = (key_states, value_states)
         keywords = kwargs.get("kwargs")

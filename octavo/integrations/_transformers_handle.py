@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ class Handle:
         windowed: whether any layer has a window.
         hooks, stock_attention, model: what `disable` needs.
         handed: layers whose update had no keyword dict to reach the attention function by.
+        lock, holder: held during a forward pass, and by which thread.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Handle:
         self._backend = backend
         self._attentions: dict[AttentionSpec, Attention] = {}
         self.handed: dict[int, PagedLayer] = {}
+        self.lock = threading.Lock()
+        self.holder: int | None = None
 
     @property
     def caches(self) -> list[PagedCache]:

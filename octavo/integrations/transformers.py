@@ -12,6 +12,7 @@ and a forward pre-hook on the decoder. What is private is in `_make_generate_use
 from __future__ import annotations
 
 import logging
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -66,8 +67,11 @@ def enable(
 
     Raises Unsupported for a model, dtype or scale that cannot be followed, and InvalidInput for bad scales.
     """
-    disable(model)
+    if not hasattr(model, "get_decoder"):
+        raise InvalidInput("model must be a transformers model with a text decoder", type(model).__name__)
     found = attending(model)
+    if model.training:
+        raise InvalidInput("model must be in eval mode: model.eval()", "training mode")
     asked = dtype_name(kv_cache_dtype)
     explicit = k_scale is not None and v_scale is not None
     folder = None if explicit and asked != "auto" else checkpoint.folder_of(model)
@@ -79,12 +83,15 @@ def enable(
     choices = {spec: choose(spec, found.device, backend) for spec in dict.fromkeys(specs)}
     make = _cache_maker(specs, found.device, (k_scale, v_scale), scales)
     handle = Handle(specs, choices, PagePool(make, len(specs), num_pages), backend)
+    disable(model)  # only now: a refused enable leaves an earlier one as it is
     _hook(model, found, handle)
     return handle
 
 
 def disable(model: Any) -> None:
     """Undo `enable`: the model is as it was, to the bit. Does nothing to a model that is not enabled."""
+    if not hasattr(model, "get_decoder"):
+        raise InvalidInput("model must be a transformers model with a text decoder", type(model).__name__)
     decoder = model.get_decoder()
     handle = _handles.pop(decoder, None)
     if handle is None:
@@ -114,13 +121,20 @@ def _hook(model: Any, found: Any, handle: Handle) -> None:
     keyword = _make_generate_use(model, found.decoder, handle)
 
     def before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, _check_forward(handle, keyword, decoder, args, kwargs)
+        checked = _check_forward(handle, keyword, decoder, args, kwargs)
+        handle.lock.acquire()  # the layers of a pass share one plan: threads take turns
+        handle.holder = threading.get_ident()
+        return args, checked
 
     def after(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return _without(output, kwargs.get(keyword))
+        if handle.holder == threading.get_ident():  # not so after a pass that was refused before it had its turn
+            handle.holder = None
+            handle.lock.release()
+        return None if output is None else _without(output, kwargs.get(keyword))
 
     handle.hooks.append(found.decoder.register_forward_pre_hook(before, with_kwargs=True))
-    handle.hooks.append(found.decoder.register_forward_hook(after, with_kwargs=True))
+    # Also after a pass that raised: the next one must not wait for it.
+    handle.hooks.append(found.decoder.register_forward_hook(after, with_kwargs=True, always_call=True))
 
 
 def _make_generate_use(model: Any, decoder: Any, handle: Handle) -> str:
@@ -165,6 +179,11 @@ def _check_forward(
 
     from ._transformers_cache import PagedKVCache
 
+    if decoder.config._attn_implementation != NAME:
+        raise InvalidInput(
+            f"attn_implementation must stay {NAME!r} while octavo is enabled (disable the model first)",
+            repr(decoder.config._attn_implementation),
+        )
     asked = kwargs.get("output_attentions")
     if decoder.config.output_attentions if asked is None else asked:
         raise Unsupported(
