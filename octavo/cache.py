@@ -244,6 +244,14 @@ class PagedCache:
             check_scale(name, scale, shape)
         return scale.detach().reshape(shape).to(self.device, torch.float32)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the flat aliases: pickled, they would be memory apart from k and v."""
+        return {name: value for name, value in self.__dict__.items() if name != "memory"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.memory = _memory(self.spec, self.k, self.v)
+
     def __repr__(self) -> str:
         s = self.spec
         return (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import pickle
 
 import pytest
 import torch
@@ -131,6 +133,20 @@ def test_nan_is_written_as_zero_and_counted():
     cache.append(k, k, torch.tensor([0]))
     got, _ = cache.gather(torch.tensor([0]), 1)
     assert got[0, 0, 2:6].tolist() == [2.0, 0.0, 0.0, 2.0] and cache.counters.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_is_whole_and_of_its_own(layout, duplicate):
+    cache, k, v, slots = filled(AttentionSpec(4, 2, 32, layout=layout, page_size=32), k_scale=0.5, v_scale=0.25)
+    other = duplicate(cache)
+    table = torch.tensor([2, 0])
+    for a, b in zip(other.gather(table, 64), cache.gather(table, 64), strict=True):
+        assert torch.equal(a, b)
+    before = cache.k.clone()
+    other.append(2 * k, v, slots)
+    assert torch.equal(cache.k, before) and not torch.equal(other.k, before)
+    assert torch.equal(other.gather(table, 64)[1], cache.gather(table, 64)[1])
 
 
 def test_tensors_elsewhere_are_refused():
