@@ -6,7 +6,6 @@ Those four travel as one object, so that a wrong mix cannot be expressed: no ker
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ from .device import torch_device
 from .errors import InvalidInput, Unsupported
 from .formats import FORMATS, check_scale
 from .layouts import Strides, layout_reasons, leaf_column, shapes
+from .notices import say_once
 from .reference.attention import gather
 from .spec import AttentionSpec, dtype_name, positive
-
-log = logging.getLogger("octavo")
 
 Scale = torch.Tensor | float | None
 
@@ -215,12 +213,12 @@ class PagedCache:
         spec = self.spec
         if not spec.fp8:
             if k_scale is not None or v_scale is not None:
-                _say_once(f"a {spec.kv_dtype} cache has no scales: the given ones are not used")
+                say_once(f"a {spec.kv_dtype} cache has no scales: the given ones are not used")
             return None, None
         if spec.mla and v_scale is None:
             v_scale = k_scale
         elif (k_scale is None) != (v_scale is None):
-            _say_once(f"{'k' if k_scale is None else 'v'}_scale is missing and means 1.0")
+            say_once(f"{'k' if k_scale is None else 'v'}_scale is missing and means 1.0")
         shape = {
             "tensor": (),
             "head": (spec.num_kv_heads,),
@@ -346,12 +344,3 @@ def _check_new(name: str, x: torch.Tensor, rows: int, heads: int, dim: int) -> N
         raise InvalidInput(f"{name} must be [{rows}, {heads}, {dim}]", list(x.shape))
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InvalidInput(f"{name} must be bfloat16, float16 or float32", dtype_name(x.dtype))
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        log.warning(message)

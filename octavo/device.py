@@ -148,6 +148,12 @@ def from_properties(properties: Any, rocm: bool = False) -> Device:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def device_of(device: Any) -> Device:
+    """`Device.detect` of a tensor's torch.device, kept: what a launch asks for each time."""
+    return Device.detect(device)
+
+
 def torch_device(device: Any) -> Any:
     """The torch.device, with its index, of a CPU or of a GPU that torch sees. Raises InvalidInput for anything else."""
     import torch

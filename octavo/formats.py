@@ -76,10 +76,8 @@ def dequantise(
     return x if scale is None else x * scale.to(dtype)
 
 
-def check_scale(name: str, scale: torch.Tensor | float | None, shape: tuple[int, ...]) -> None:
+def check_scale(name: str, scale: torch.Tensor | float, shape: tuple[int, ...]) -> None:
     """Raise InvalidInput unless `scale` has `shape` and every element is finite and positive; synchronises."""
-    if scale is None:
-        return
     if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.Tensor)):
         raise InvalidInput(f"{name} must be a number or a tensor", repr(scale))
     values = torch.as_tensor(scale)

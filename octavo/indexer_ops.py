@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from importlib import import_module
-
 import torch
 
-from .backends import BACKENDS
 from .indexer_calls import IndexAppendCall, IndexBytes, LogitsCall, PagedLogitsCall
+from .ops import kernel
 
 _library = torch.library.Library("octavo", "FRAGMENT")
 
@@ -32,13 +28,6 @@ mqa_logits = torch.ops.octavo.mqa_logits.default
 topk_indices = torch.ops.octavo.topk_indices.default
 
 
-@lru_cache(maxsize=64)
-def _kernel(backend: str, file: str, function: str) -> Callable:
-    """`function` in `file` of a backend's package, imported at first use."""
-    modules = {b.name: b.module for b in BACKENDS}
-    return getattr(import_module(f"{modules[backend]}.{file}"), function)
-
-
 def _index_append(
     k: torch.Tensor,
     slots: torch.Tensor,
@@ -48,7 +37,7 @@ def _index_append(
     backend: str,
 ) -> None:
     call = IndexAppendCall(k, slots, IndexBytes(pages, scale_format), counters)
-    _kernel(backend, "index_append", "index_append")(call)
+    kernel(backend, "index_append")(call)
 
 
 def _paged_mqa_logits(
@@ -65,7 +54,7 @@ def _paged_mqa_logits(
 ) -> None:
     cache = IndexBytes(pages, scale_format)
     call = PagedLogitsCall(q, cache, weights, seq_lens, page_table, max_context, out, fill)
-    _kernel(backend, "mqa_logits", "paged_mqa_logits")(call)
+    kernel(backend, "mqa_logits", "paged_mqa_logits")(call)
 
 
 def _mqa_logits(
@@ -81,11 +70,11 @@ def _mqa_logits(
     backend: str,
 ) -> None:
     call = LogitsCall(q, k, k_scale, weights, starts, ends, out, fill, compressed)
-    _kernel(backend, "mqa_logits", "mqa_logits")(call)
+    kernel(backend, "mqa_logits")(call)
 
 
 def _topk_indices(logits: torch.Tensor, lens: torch.Tensor, out: torch.Tensor, backend: str) -> None:
-    _kernel(backend, "topk", "topk_indices")(logits, lens, out)
+    kernel(backend, "topk", "topk_indices")(logits, lens, out)
 
 
 def _nothing(*arguments: object) -> None:

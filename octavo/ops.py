@@ -13,7 +13,7 @@ from importlib import import_module
 
 import torch
 
-from .backends import BACKENDS, WRITTEN
+from .backends import BY_NAME, WRITTEN
 from .calls import AppendCall, AttentionCall, CacheBytes
 from .layouts import Strides
 from .spec import AttentionSpec
@@ -44,10 +44,9 @@ plan = torch.ops.octavo.plan.default
 
 
 @lru_cache(maxsize=64)
-def kernel(backend: str, name: str) -> Callable:
-    """The function `name` of a backend: package.name.name, imported at first use."""
-    modules = {b.name: b.module for b in BACKENDS}
-    return getattr(import_module(f"{modules[backend]}.{name}"), name)
+def kernel(backend: str, file: str, function: str | None = None) -> Callable:
+    """`function` (None: named as its file) in `file` of a backend's package, imported at first use."""
+    return getattr(import_module(f"{BY_NAME[backend].module}.{file}"), function or file)
 
 
 def cache_backend(device: torch.device, name: str) -> str:

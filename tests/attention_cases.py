@@ -148,6 +148,17 @@ def call_of(batch: Batch, num_decodes: int | None = None, max_query_len: int | N
     return batch.call(out, lse, workspace, num_decodes, max_query_len)
 
 
+def alone(batch: Batch, index: int, rows: slice) -> Batch:
+    """The batch of its sequence `index` alone, whose query rows are `rows`."""
+    return replace(
+        batch,
+        q=batch.q[rows],
+        seq_lens=batch.seq_lens[index : index + 1],
+        page_table=batch.page_table[index : index + 1],
+        query_starts=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32, device=batch.q.device),
+    )
+
+
 def run(batch: Batch, **plan: int | None) -> torch.Tensor:
     """Attention of a batch by Triton's kernels; its lse is left as `batch.lse`."""
     from octavo.kernels.triton.decode import decode

@@ -244,14 +244,14 @@ class TestScales:
             )
 
     def test_a_missing_one_means_one_and_is_said_once(self, caplog, monkeypatch):
-        monkeypatch.setattr("octavo.cache._said", set())
+        monkeypatch.setattr("octavo.notices.said", set())
         with caplog.at_level(logging.WARNING, "octavo"):
             caches = [PagedCache.allocate(AttentionSpec(4, 2, 32), 1, "cpu", v_scale=0.5) for _ in range(3)]
         assert caches[0].k_scale is None
         assert [r.message for r in caplog.records] == ["k_scale is missing and means 1.0"]
 
     def test_a_16_bit_cache_ignores_them_and_says_so(self, caplog, monkeypatch):
-        monkeypatch.setattr("octavo.cache._said", set())
+        monkeypatch.setattr("octavo.notices.said", set())
         spec = AttentionSpec(4, 2, 32, kv_dtype="bfloat16", layout="nhd")
         with caplog.at_level(logging.WARNING, "octavo"):
             cache = PagedCache.allocate(spec, 1, "cpu", k_scale=1 / 16, v_scale=0.5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers_models import cache_of, keyword, left_padded, logits, prompts, tiny, transformers
 
+from octavo import notices
 from octavo.formats import FORMATS, dequantise, quantise
 from octavo.integrations import transformers as octavo_transformers
 from octavo.integrations.transformers import disable, enable
@@ -107,7 +108,7 @@ def test_the_plan_names_layers_and_backends():
 def test_another_cache_implementation_is_replaced_and_said(caplog):
     model, ids = tiny("llama"), prompts(1, 9)
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    octavo_transformers._said.clear()
+    notices.said.clear()
     enable(model, "auto")
     for _ in range(2):
         found = model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation="static")
@@ -118,7 +119,7 @@ def test_another_cache_implementation_is_replaced_and_said(caplog):
 
 
 def test_an_untested_version_is_said_once(caplog, monkeypatch):
-    octavo_transformers._said.clear()
+    notices.said.clear()
     enable(tiny("llama"), "auto")
     assert "untested" not in caplog.text
     monkeypatch.setattr(octavo_transformers, "TESTED", ("4.1", "5.2"))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..formats import TORCH_DTYPES
 from ..spec import AttentionSpec
 from .timing import time_calls
-
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ def attention_work(spec: AttentionSpec, seq_lens: Sequence[int], query_lens: Seq
         if not spec.window:
             pairs += n * (length - n) + n * (n + 1) // 2 if spec.causal else n * length
         tokens += min(length, spec.window + n - 1) if spec.window else length
-    ends = spec.num_q_heads * (spec.head_dim * _ITEMSIZE[spec.query_dtype] + spec.value_dim * _ITEMSIZE[spec.out_dtype])
+    query, out = TORCH_DTYPES[spec.query_dtype].itemsize, TORCH_DTYPES[spec.out_dtype].itemsize
+    ends = spec.num_q_heads * (spec.head_dim * query + spec.value_dim * out)
     return Work(
         tokens * spec.bytes_per_token + rows * ends, 2 * pairs * spec.num_q_heads * (spec.head_dim + spec.value_dim)
     )

@@ -129,13 +129,11 @@ def per_layer(
         log.warning("%s is missing for layers %s: it is 1.0 there", name, ", ".join(missing))
     scales = []
     for layer in range(num_layers):
-        given_scale = by_layer.get(layer, 1.0)
-        if isinstance(given_scale, bool) or not isinstance(given_scale, (int, float, torch.Tensor)):
-            raise InvalidInput(f"{name} of layer {layer} must be a number or a tensor", repr(given_scale))
-        scale = torch.as_tensor(given_scale).detach().to("cpu", torch.float32)
-        scale = scale.reshape(()) if scale.numel() == 1 else scale
-        check_scale(f"{name} of layer {layer}", scale, () if scale.dim() == 0 else shape)
-        scales.append(scale.expand(shape).clone())
+        raw: Any = by_layer.get(layer, 1.0)  # whatever a caller put there: check_scale refuses what is no scale
+        single = not isinstance(raw, torch.Tensor) or raw.numel() == 1
+        check_scale(f"{name} of layer {layer}", raw, () if single else shape)
+        scale = torch.as_tensor(raw).detach().to("cpu", torch.float32)
+        scales.append((scale.reshape(()) if single else scale).expand(shape).clone())
     return scales
 
 

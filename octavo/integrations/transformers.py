@@ -11,7 +11,6 @@ and a forward pre-hook on the decoder. What is private is in `_make_generate_use
 
 from __future__ import annotations
 
-import logging
 import threading
 import types
 import weakref
@@ -23,6 +22,7 @@ import torch
 from ..cache import PagedCache
 from ..choose import choose
 from ..errors import InvalidInput, Unsupported
+from ..notices import say_once
 from ..spec import AttentionSpec, dtype_name
 from . import _checkpoint_scales as checkpoint
 from ._pages import PagePool
@@ -37,7 +37,6 @@ __all__ = ["FAMILIES", "TESTED", "Handle", "disable", "enable"]
 TESTED = ("5.17", "5.24")  # first and last transformers whose private parts were tried
 NAME = "octavo"  # in the two interfaces
 
-log = logging.getLogger("octavo")
 _handles: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()  # by decoder
 _layers: weakref.WeakKeyDictionary[Any, tuple[Handle, int]] = weakref.WeakKeyDictionary()  # by attention module
 
@@ -149,7 +148,7 @@ def _make_generate_use(model: Any, decoder: Any, handle: Handle) -> str:
 
     release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not _release(TESTED[0]) <= release <= _release(TESTED[1]):
-        _say_once(f"transformers {transformers.__version__} is untested: octavo was tried on {' to '.join(TESTED)}")
+        say_once(f"transformers {transformers.__version__} is untested: octavo was tried on {' to '.join(TESTED)}")
     keyword = "cache" if "cache" in inspect.signature(type(decoder).forward).parameters else "past_key_values"
     stock = getattr(type(model), "_prepare_cache_for_generation", None)
     if stock is not None:
@@ -159,7 +158,7 @@ def _make_generate_use(model: Any, decoder: Any, handle: Handle) -> str:
             if not made:
                 return stock(self, generation_config, model_kwargs, *args, **kwargs)
             if generation_config.cache_implementation is not None:
-                _say_once(f"octavo's cache replaces cache_implementation={generation_config.cache_implementation!r}")
+                say_once(f"octavo's cache replaces cache_implementation={generation_config.cache_implementation!r}")
             model_kwargs[keyword] = handle.new_cache()
             return None
 
@@ -325,12 +324,3 @@ def _has_heads(*scales: Any) -> bool:
         if any(isinstance(part, torch.Tensor) and part.numel() > 1 for part in parts):
             return True
     return False
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        log.warning(message)

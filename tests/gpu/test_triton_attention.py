@@ -181,13 +181,7 @@ def test_batch_invariance(changes):
     batch = make_batch(spec, [600, 9, 21000, 3000], [1, 1, 1, 300], device="cuda")
     out, lse = grid.run(batch), batch.lse
     for index, rows in ((0, slice(0, 1)), (2, slice(2, 3)), (3, slice(3, 303))):
-        alone = replace(
-            batch,
-            q=batch.q[rows],
-            seq_lens=batch.seq_lens[index : index + 1],
-            page_table=batch.page_table[index : index + 1],
-            query_starts=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-        )
+        alone = grid.alone(batch, index, rows)
         assert torch.equal(grid.run(alone), out[rows]) and torch.equal(alone.lse, lse[rows])
 
 

@@ -221,13 +221,7 @@ def test_runs_are_bit_equal_and_batch_invariant(changes):
     out, lse = grid.run(batch), batch.lse
     assert torch.equal(grid.run(batch), out)
     for index, rows in ((0, slice(0, 1)), (2, slice(2, 3)), (3, slice(3, 33))):
-        alone = replace(
-            batch,
-            q=batch.q[rows],
-            seq_lens=batch.seq_lens[index : index + 1],
-            page_table=batch.page_table[index : index + 1],
-            query_starts=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-        )
+        alone = grid.alone(batch, index, rows)
         assert torch.equal(grid.run(alone), out[rows]) and torch.equal(alone.lse, lse[rows])
 
 

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import tuning
 from ...calls import AttentionCall, CacheBytes
-from ...device import Device
+from ...device import Device, device_of
 from ...formats import TORCH_DTYPES
 from ...layouts import Strides
 from ...spec import AttentionSpec
@@ -46,7 +46,7 @@ from ._results import (
     sequence,
     write_empty_rows,
 )
-from .plan import Constants, constants, device_of, plan, schedule_of, starts_at, tile_span
+from .plan import Constants, constants, plan, schedule_of, starts_at, tile_span
 
 P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]: within e4m3, and its second term too
 PRODUCER_REGISTERS = gl.constexpr(24)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ... import tuning
-from ...device import Device
+from ...device import Device, device_of
 from ...spec import AttentionSpec
 
 _SEQUENCES = 1024  # looked at together
@@ -126,12 +126,6 @@ def constants(spec: AttentionSpec, max_query_len: int | None, all_decode: bool) 
         lse=spec.lse,
         all_decode=all_decode,
     )
-
-
-@lru_cache(maxsize=64)
-def device_of(device: torch.device) -> Device:
-    """The facts of the GPU that a tensor is on."""
-    return Device.detect(device)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ...calls import AppendCall, CacheBytes
-from ...device import FP8_DOT, Device
+from ...device import FP8_DOT, Device, device_of
 from ...formats import FORMATS
 from ...layouts import Strides
 from ...spec import AttentionSpec
@@ -97,7 +97,7 @@ def append(call: AppendCall) -> None:
     if call.slots.shape[0] == 0:
         return
     device = call.k.device
-    arguments, programs = launch(call, _facts(device))
+    arguments, programs = launch(call, device_of(device))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         _append[(programs,)](**arguments)
 
@@ -169,11 +169,6 @@ def _scale(scale: torch.Tensor | None, unused: torch.Tensor) -> tuple[torch.Tens
     if scale is None or scale.dim() == 0:
         return unused if scale is None else scale, 0, 0, 0
     return (scale, 0, scale.stride(0), 0) if scale.dim() == 1 else (scale, *scale.stride())
-
-
-@lru_cache(maxsize=64)
-def _facts(device: torch.device) -> Device:
-    return Device.detect(device)
 
 
 def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
