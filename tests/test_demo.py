@@ -18,6 +18,7 @@ for name in ("transformers", "jinja2", "matplotlib"):
 
 from octavo.cli import demo_view  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
+from octavo.cli.target import target_device  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
 from octavo.quality import smollm2, trial  # noqa: E402
 
@@ -196,11 +197,11 @@ def test_common_beginnings() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    assert trial.target_device("cpu") == torch.device("cpu")
+    assert target_device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
-        assert trial.target_device("auto") == torch.device("cpu")
+        assert target_device("auto") == torch.device("cpu")
         with pytest.raises(InvalidInput, match="needs a GPU"):
-            trial.target_device("cuda")
+            target_device("cuda")
 
 
 def test_help_loads_no_optional_package() -> None:

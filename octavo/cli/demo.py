@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInput
+from .progress import bar, saying
 
 REPORT = Path("octavo-demo.html")
 EXTRAS = "transformers,report"
@@ -82,13 +81,14 @@ def _run(
     from ..quality import trial
     from ..quality.page import demo_page
     from ..quality.text import file_windows, library_windows
+    from .target import target_device
 
-    on = trial.target_device(device)
+    on = target_device(device)
     _quiet()
     size = trial.QUICK if quick else trial.Size()
     size = size if windows is None else replace(size, windows=windows)
     with progress.status("Starting") as status:
-        say = _saying(progress, status)
+        say = saying(progress, status)
         loaded = load.load_default(say) if model is None else load.load_named(model, say)
         say("Choosing text")
         chosen = (
@@ -108,12 +108,12 @@ def _run(
     view = None if as_json else _view()
     if view:
         view.show_plan(results)
-    with _bar(progress, "Answering", 2 * len(trial.PROMPTS)) as advance:
+    with bar(progress, "Answering", 2 * len(trial.PROMPTS)) as advance:
         results["answers"] = [subject.answer(prompt, size.answer, advance) for prompt in trial.PROMPTS]
     if view:
         view.show_answers(results)
     sides = 3 if subject.exact_why_not else 4
-    with _bar(progress, "Scoring", sides * chosen.tokens.numel()) as advance:
+    with bar(progress, "Scoring", sides * chosen.tokens.numel()) as advance:
         results |= subject.score(chosen, size, advance)
     results["seconds"] = round(time.perf_counter() - started, 1)
     report.write(out, demo_page(results))
@@ -129,33 +129,6 @@ def _view() -> Any:
     from . import demo_view
 
     return demo_view
-
-
-def _saying(progress: Any, status: Any) -> Any:
-    """say(line): the status line of a terminal, a printed line elsewhere."""
-    return (lambda line: status.update(line)) if progress.is_terminal else progress.print
-
-
-@contextmanager
-def _bar(progress: Any, what: str, total: int) -> Iterator[Any]:
-    """A progress bar on a terminal, one line elsewhere; yields advance(steps=1)."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    if not progress.is_terminal:
-        progress.print(what)
-        yield lambda steps=1: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=progress, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda steps=1: bar.advance(task, steps)
 
 
 def _quiet() -> None:

@@ -17,6 +17,7 @@ from ..errors import OctavoError
 # Name and what `octavo --help` says of it, so that listing the commands imports none.
 COMMANDS = {
     "explain": "Which backend runs each layer kind, and why not the others; no GPU needed.",
+    "check": "The support table of this machine, cell by cell against fp64.",
     "demo": "A small real model through the FP8 paged cache beside the 16-bit one.",
 }
 

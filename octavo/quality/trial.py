@@ -249,17 +249,6 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
 
 
-def target_device(name: str) -> torch.device:
-    """The torch device of `auto` (a GPU if there is one), `cpu` or `cuda`; InvalidInput for others or a missing one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
-        raise InvalidInput("--device must be auto, cpu or cuda", repr(name))
-    if name != "cpu" and not torch.cuda.is_available():
-        raise InvalidInput(f"--device {name} needs a GPU that torch sees; there is none")
-    return torch.device(name)
-
-
 def headline(results: dict[str, Any]) -> dict[str, float]:
     """The few numbers a reader asks for first: FP8's change of perplexity, agreement, mean KL, and bytes kept."""
     fp8, cache = results["quality"]["sides"][FP8], results["cache"]

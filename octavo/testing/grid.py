@@ -34,6 +34,16 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": ("one", "few", "sixteen", "prefill", "mixed"),
     "precision": ("fast", "exact"),
 }
+# What Hopper's kernels are for, as values of AXES.
+HOPPER_AXES: dict[str, tuple[Any, ...]] = {
+    "layout": ("leaf",),
+    "kv_dtype": ("fp8_e4m3",),
+    "scale_granularity": ("tensor", "head"),
+    "dims": ((64, 64), (128, 128), (256, 256)),
+    "page_size": (32, 64, 128),
+    "ratio": (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32),
+    "rows": ("one", "few", "prefill", "mixed"),
+}
 WIDE = ("dims", "page_size", "ratio")  # axes so long that, of them, only each value is due, not each pair
 FEATURES = {"window": 40, "softcap": 20.0, "sinks": True}
 
@@ -100,11 +110,14 @@ def _cell(values: dict[str, Any], heads: int) -> Cell | None:
     return Cell(spec, values["rows"])
 
 
-def grid(heads: int = 1, wide_pairs: bool = False, tries: int = 40) -> list[Cell]:
+def grid(
+    heads: int = 1, wide_pairs: bool = False, tries: int = 40, axes: dict[str, tuple[Any, ...]] | None = None
+) -> list[Cell]:
     """Cells that hold every value of every axis and every pair of values that can be, of axes that are not `WIDE`.
 
-    wide_pairs: pairs of a wide and another axis too. Greedy and deterministic.
+    wide_pairs: pairs of a wide and another axis too. axes: fewer values of some axes. Greedy and deterministic.
     """
+    values_of = AXES | (axes or {})
     generator = random.Random(0)
 
     def due(values: dict[str, Any]) -> set[tuple[Any, ...]]:
@@ -115,7 +128,7 @@ def grid(heads: int = 1, wide_pairs: bool = False, tries: int = 40) -> list[Cell
         return found
 
     def draw() -> dict[str, Any]:
-        return {name: generator.choice(values) for name, values in AXES.items()}
+        return {name: generator.choice(values) for name, values in values_of.items()}
 
     cells: list[Cell] = []
     seen: set[tuple[Any, ...]] = set()

@@ -1,0 +1,103 @@
+"""`octavo check`: the support table of this machine, cell by cell against fp64; exit 1 if a cell fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..backends import BY_NAME
+from ..errors import InvalidInput
+from .progress import bar
+
+if TYPE_CHECKING:
+    from ..testing.support import Outcome
+
+SHOWN_FAILURES = 20
+SHOWN_REASONS = 6
+
+
+def check(
+    quick: Annotated[bool, typer.Option(help="The first cells of the grid; under a minute.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option(help="gluon, triton, reference; auto: each, and what is chosen.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Run every cell of the support table on this machine and print how many passed, were refused and failed.
+
+    A cell passes if it is as near to fp64 as bf16 attention is (in fast prefill: as FP8 allows) and runs again to the
+    same bits. Exit code 1 if one fails, 130 if interrupted; what was run by then is printed.
+    """
+    from rich.console import Console
+
+    from ..bench.records import environment
+    from ..testing import support
+    from .target import target_device
+
+    if backend != "auto" and backend not in BY_NAME:
+        raise InvalidInput(f"--backend must be auto or one of {', '.join(BY_NAME)}", repr(backend))
+    on = target_device(device)
+    progress = Console(stderr=True, highlight=False)
+    started = time.perf_counter()
+    todo = support.checks(on, quick, None if backend == "auto" else backend)
+    outcomes: list[Outcome] = []
+    interrupted = False
+    try:
+        with bar(progress, f"Checking {len(todo)} cells", len(todo)) as advance:
+            for one in todo:
+                outcomes.append(one.run())
+                advance()
+    except KeyboardInterrupt:
+        interrupted = True
+    result = {
+        "environment": environment(on),
+        "seconds": round(time.perf_counter() - started, 1),
+        "cells": len(todo),
+        "interrupted": interrupted,
+        "outcomes": [outcome.as_dict() for outcome in outcomes],
+    }
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        _show(Console(highlight=False, width=None if progress.is_terminal else 100), result, outcomes)
+    if interrupted:
+        progress.print(f"octavo: interrupted after {len(outcomes)} of {len(todo)} cells")
+        raise typer.Exit(130)
+    if any(outcome.word == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _show(console: Any, result: dict[str, Any], outcomes: list[Outcome]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..testing import support
+
+    env = result["environment"]
+    name = env.get("gpu") if env.get("gpu") != "none" else env.get("cpu", "CPU")
+    table = Table(title=Text(f"{name}, torch {env['torch']}, octavo {env['octavo']}"), title_justify="left")
+    for column in ("operation", "backend"):
+        table.add_column(column)
+    for word in support.WORDS:
+        table.add_column(word, justify="right")
+    for (op, backend), counts in support.summary(outcomes).items():
+        failed = Text(str(counts["failed"]), style="bold red" if counts["failed"] else "")
+        table.add_row(op, backend, str(counts["passed"]), str(counts["refused"]), failed)
+    console.print(table)
+    for backend, found in support.reasons(outcomes).items():
+        console.print(Text(f"{backend} refuses what is not:", style="bold"))
+        for reason, count in found[:SHOWN_REASONS]:
+            console.print(Text(f"  {count:4} x {reason}"))
+        if len(found) > SHOWN_REASONS:
+            console.print(Text(f"         and {len(found) - SHOWN_REASONS} more; --json has all"))
+    failures = [outcome for outcome in outcomes if outcome.word == "failed"]
+    for outcome in failures[:SHOWN_FAILURES]:
+        console.print(Text(f"failed: {outcome.backend} {outcome.op}: {outcome.cell}", style="red"))
+        for detail in outcome.details:
+            console.print(Text(f"  {detail}"))
+    if len(failures) > SHOWN_FAILURES:
+        console.print(Text(f"and {len(failures) - SHOWN_FAILURES} more failures; --json has all"))
+    totals = {word: sum(o.word == word for o in outcomes) for word in support.WORDS}
+    console.print(Text(", ".join(f"{n} {word}" for word, n in totals.items()) + f" in {result['seconds']} s"))

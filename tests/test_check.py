@@ -1,0 +1,130 @@
+"""`octavo check`: cells pass, are refused with reasons, or fail with what is wrong; exit codes, JSON, interruption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="typer is an extra")
+pytest.importorskip("rich", reason="rich is an extra")
+from typer.testing import CliRunner  # noqa: E402
+
+from octavo.cli.main import app  # noqa: E402
+from octavo.reference import decode as reference_decode  # noqa: E402
+from octavo.testing import support  # noqa: E402
+from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_BACKEND", raising=False)
+
+
+def check(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["check", "--quick", "--device", "cpu", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def outcomes(*arguments: str) -> list[dict[str, Any]]:
+    code, out, _ = check("--json", *arguments)
+    assert code == 0
+    return json.loads(out)["outcomes"]
+
+
+def test_a_cpu_passes_on_the_reference_and_refuses_the_others_in_words():
+    found = outcomes()
+    words = {name: {o["word"] for o in found if o["backend"] == name} for name in support.backend_names()}
+    assert words == {"gluon": {"refused"}, "triton": {"refused"}, "reference": {"passed"}, "chosen": {"passed"}}
+    assert {o["op"] for o in found} == {*support.OPS.values(), "append"}
+    assert all(any("needs Hopper (sm_90); found" in d for d in o["details"]) for o in found if o["backend"] == "gluon")
+
+
+def test_the_table_is_for_people():
+    code, out, err = check()
+    assert code == 0 and "Checking" in err
+    assert "gluon refuses what is not:" in out and "x Hopper (sm_90)" in out
+    assert out.rstrip().splitlines()[-1].startswith("36 passed, 28 refused, 0 failed in ")
+
+
+def test_one_backend_alone():
+    assert {o["backend"] for o in outcomes("--backend", "reference")} == {"reference"}
+
+
+@pytest.mark.parametrize("name", ["", "cuda", "Triton"])
+def test_an_unknown_backend_is_an_error_that_lists_the_known(name):
+    code, _, err = check("--backend", name)
+    assert code == 2 and "one of gluon, triton, reference" in err
+
+
+def test_a_wrong_result_fails_with_its_error(monkeypatch: pytest.MonkeyPatch):
+    right = reference_decode.decode
+
+    def scale_dropped(call):
+        right(replace(call, cache=replace(call.cache, v_scale=None)))
+
+    monkeypatch.setattr(reference_decode, "decode", scale_dropped)
+    from octavo import ops
+
+    ops.kernel.cache_clear()
+    try:
+        code, out, _ = check("--backend", "reference", "--json")
+    finally:
+        ops.kernel.cache_clear()
+    failed = [o for o in json.loads(out)["outcomes"] if o["word"] == "failed"]
+    assert code == 1 and {o["op"] for o in failed} >= {"decode"}
+    assert any("decode: errors of" in detail for o in failed for detail in o["details"])
+
+
+def test_what_a_backend_raises_fails_its_cell_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> list[str]:
+        raise RuntimeError("no such kernel\nand a long trace")
+
+    monkeypatch.setattr(support, "_append_faults", broken)
+    code, out, _ = check("--json")
+    found = json.loads(out)["outcomes"]
+    assert code == 1 and {o["op"] for o in found if o["word"] == "failed"} == {"append"}
+    assert {tuple(o["details"]) for o in found if o["word"] == "failed"} == {("RuntimeError: no such kernel",)}
+    code, out, _ = check()
+    assert code == 1 and "failed: chosen append: leaf fp8_e4m3 tensor" in out
+
+
+def test_an_interrupted_check_tells_what_was_run(monkeypatch: pytest.MonkeyPatch):
+    def stop(*_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(support, "_append_faults", stop)
+    code, out, err = check()
+    assert code == 130 and "36 passed" not in out and "28 passed, 28 refused, 0 failed" in out
+    assert "interrupted after 56 of 64 cells" in err
+
+
+def test_a_byte_that_append_writes_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch):
+    spec = support._append_specs(quick=False)[0][1]
+    assert support._append_faults(spec, torch.device("cpu")) == []
+    right = support.make_batch
+
+    def nudged(spec, lens, rows, *, device, **scales):
+        batch = right(spec, lens, rows, device=device, **scales)
+        if isinstance(device, torch.device):
+            batch.cache.v.view(torch.uint8)[-1, -1, -1, -1] += 1
+        return batch
+
+    monkeypatch.setattr(support, "make_batch", nudged)
+    assert support._append_faults(spec, torch.device("cpu")) == ["v"]
+
+
+def test_the_grids_hold_every_value_of_every_axis():
+    for axes in ({}, HOPPER_AXES):
+        cells = grid(heads=2, wide_pairs=True, axes=axes)
+        of = AXES | axes
+        for name in ("layout", "kv_dtype", "scale_granularity", "query_dtype", "out_dtype", "page_size", "precision"):
+            assert {getattr(cell.spec, name) for cell in cells} == set(of[name]), name
+        assert {(c.spec.head_dim, c.spec.value_dim) for c in cells} == set(of["dims"])
+        assert {c.spec.group_size for c in cells} == set(of["ratio"])
+        assert {c.rows for c in cells} == set(of["rows"])
