@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -46,3 +47,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if target is None or target.backend not in NAMED or target.backend == "reference":
             raise
         pytest.skip("; ".join(refused.reasons))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokenizer of one token a byte, as a local folder."""
+    from transformers_models import save_with_letters
+
+    return save_with_letters(tmp_path_factory.mktemp("model"))

@@ -22,28 +22,6 @@ from octavo.cli.target import target_device  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
 from octavo.quality import smollm2, trial  # noqa: E402
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a tokenizer of one token a byte, as a local folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers_models import tiny
-
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: i + 3 for i, letter in enumerate(alphabet)}}
-    letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    letters.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    tiny("llama", vocab_size=len(vocabulary)).save_pretrained(folder)
-    return folder
-
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

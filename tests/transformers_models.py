@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +115,21 @@ def keyword() -> str:
     """The argument that a model takes a cache by."""
     known = inspect.signature(transformers.LlamaModel.forward).parameters
     return "cache" if "cache" in known else "past_key_values"
+
+
+def save_with_letters(folder: Path, **changes: Any) -> Path:
+    """A tiny random Llama with a tokenizer of one token a byte and a chat template, saved into `folder`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{letter: i + 3 for i, letter in enumerate(alphabet)}}
+    letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=letters, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    tokenizer.save_pretrained(folder)
+    tiny("llama", vocab_size=len(vocabulary), **changes).save_pretrained(folder)
+    return folder

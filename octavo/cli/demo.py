@@ -7,7 +7,6 @@ here is what a person sees. Progress goes to stderr, so that --json leaves stdou
 from __future__ import annotations
 
 import json
-import logging
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .progress import bar, saying
+from .progress import bar, quiet, saying
 
 REPORT = Path("octavo-demo.html")
 EXTRAS = "transformers,report"
@@ -84,7 +83,7 @@ def _run(
     from .target import target_device
 
     on = target_device(device)
-    _quiet()
+    quiet()
     size = trial.QUICK if quick else trial.Size()
     size = size if windows is None else replace(size, windows=windows)
     with progress.status("Starting") as status:
@@ -129,21 +128,6 @@ def _view() -> Any:
     from . import demo_view
 
     return demo_view
-
-
-def _quiet() -> None:
-    """Keep transformers' progress bars and advice out of ours; octavo's own warnings stay, one line each."""
-    import huggingface_hub
-    import transformers
-
-    huggingface_hub.utils.logging.set_verbosity_error()  # a hub out of reach is our one line, not its twelve
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    log = logging.getLogger("octavo")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("octavo: %(message)s"))
-        log.addHandler(handler)
 
 
 def _environment(device: Any) -> dict[str, str]:

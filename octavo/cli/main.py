@@ -18,7 +18,9 @@ from ..errors import OctavoError
 COMMANDS = {
     "explain": "Which backend runs each layer kind, and why not the others; no GPU needed.",
     "check": "The support table of this machine, cell by cell against fp64.",
+    "calibrate": "Scales of an FP8 KV cache from real text, and what each costs.",
     "demo": "A small real model through the FP8 paged cache beside the 16-bit one.",
+    "serve": "An OpenAI-compatible server over an FP8 paged cache.",
 }
 
 
@@ -31,9 +33,9 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        function = getattr(importlib.import_module(f"octavo.cli.{cmd_name}"), cmd_name)
+        module = importlib.import_module(f"octavo.cli.{cmd_name}")
         command = typer.Typer(add_completion=False, rich_markup_mode=None)
-        command.command(cmd_name)(function)
+        command.command(cmd_name, context_settings=getattr(module, "CONTEXT", None))(getattr(module, cmd_name))
         return typer.main.get_command(command)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

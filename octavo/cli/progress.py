@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,3 +33,18 @@ def bar(progress: Any, what: str, total: int) -> Iterator[Callable[..., None]]:
     with Progress(*columns, TimeRemainingColumn(), console=progress, transient=True) as shown:
         task = shown.add_task(what, total=total)
         yield lambda steps=1: shown.advance(task, steps)
+
+
+def quiet() -> None:
+    """Keep transformers' progress bars and advice out of ours; octavo's own warnings stay, one line each."""
+    import huggingface_hub
+    import transformers
+
+    huggingface_hub.utils.logging.set_verbosity_error()  # a hub out of reach is our one line, not its twelve
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    log = logging.getLogger("octavo")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("octavo: %(message)s"))
+        log.addHandler(handler)

@@ -1,0 +1,111 @@
+"""A copy of a checkpoint's folder that declares its KV scales as compressed-tensors does: engines read them from there.
+
+Weights are hard-linked where the file system can, else copied. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..configs import read_json
+from ..errors import InvalidInput
+from .calibrate import Calibration
+
+SCALES_FILE = "kv_cache_scales.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_ATTENTION = re.compile(r"^(.*\blayers\.(\d+)\.self_attn)\.")
+
+
+def write_checkpoint(found: Calibration, source: Path, out: Path) -> None:
+    """Write `out`: the checkpoint in the folder `source` with k_scale and v_scale beside each layer's attention.
+
+    Raises InvalidInput for a source without safetensors, one that is quantised already in another way, scales that are
+    not e4m3's, and an `out` that exists.
+    """
+    if found.kv_dtype != "fp8_e4m3":
+        raise InvalidInput("compressed-tensors holds scales of fp8_e4m3", found.kv_dtype)
+    if out.exists():
+        raise InvalidInput(f"{out} must not exist yet")
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else []
+    if not files:
+        raise InvalidInput(f"{source} must be a model's folder with safetensors files")
+    config = read_json(source / "config.json")
+    config["quantization_config"] = _scheme(config.get("quantization_config"), found.granularity)
+    weight_map = _weight_map(source, files)
+    scales = _tensors(found, weight_map)
+    weight_map |= dict.fromkeys(scales, SCALES_FILE)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        for path in source.iterdir():
+            if path.is_file() and path.name not in ("config.json", INDEX_FILE, SCALES_FILE):
+                _link(path.resolve(), temporary / path.name)
+        from safetensors.torch import save_file
+
+        save_file(scales, temporary / SCALES_FILE, {"format": "pt"})
+        total = sum(p.stat().st_size for p in temporary.glob("*.safetensors"))
+        _write_json(temporary / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(temporary / "config.json", config)
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _scheme(present: Any, granularity: str) -> dict[str, Any]:
+    """quantization_config with a kv_cache_scheme: the one that is there, or one that quantises nothing else."""
+    if present and present.get("quant_method") != "compressed-tensors":
+        raise InvalidInput(
+            "the checkpoint must not be quantised, or with compressed-tensors", repr(present.get("quant_method"))
+        )
+    plain = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"}
+    strategy = "tensor" if granularity == "tensor" else "attn_head"
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
+    return {"config_groups": {}, "ignore": [], **plain, **(present or {}), "kv_cache_scheme": scheme}
+
+
+def _weight_map(source: Path, files: list[Path]) -> dict[str, str]:
+    """Name of each tensor -> its file."""
+    if (source / INDEX_FILE).is_file():
+        return dict(read_json(source / INDEX_FILE)["weight_map"])
+    from safetensors import safe_open
+
+    found: dict[str, str] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file.name)
+    return found
+
+
+def _tensors(found: Calibration, weight_map: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The scales by the names of the checkpoint's own layers."""
+    names = {}
+    for name in weight_map:
+        if match := _ATTENTION.match(name):
+            names.setdefault(int(match[2]), match[1])
+    missing = [layer["layer"] for layer in found.layers if layer["layer"] not in names]
+    if missing:
+        raise InvalidInput("the checkpoint must have a self_attn of every layer", f"none of layers {missing}")
+    return {
+        f"{names[layer['layer']]}.{side}_scale": torch.tensor(layer[side]["scale"], dtype=torch.float32).reshape(-1)
+        for layer in found.layers
+        for side in ("k", "v")
+    }
+
+
+def _link(source: Path, to: Path) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, to)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
