@@ -152,8 +152,8 @@ def test_a_file_of_scales_enables_a_model(model, tmp_path, granularity):
         with torch.no_grad():
             model(TOKENS)
         for layer, cache in enumerate(handle.pool.caches):
-            assert torch.equal(cache.k_scale.cpu(), torch.tensor(found.layers[layer]["k"]["scale"]))
-            assert torch.equal(cache.v_scale.cpu(), torch.tensor(found.layers[layer]["v"]["scale"]))
+            assert torch.equal(cache.k_scale, torch.tensor(found.layers[layer]["k"]["scale"]))
+            assert torch.equal(cache.v_scale, torch.tensor(found.layers[layer]["v"]["scale"]))
     finally:
         plugin.disable(model)
 
