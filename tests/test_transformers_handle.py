@@ -90,6 +90,10 @@ def test_stats_tell_error_and_saturation():
     rounded = dequantise(quantise(v, torch.tensor(v_scale), format), torch.tensor(v_scale), format)
     assert stats["v_rel_err"] == pytest.approx(float((v - rounded).norm() / v.norm()), rel=1e-3)
     assert 0.01 < stats["v_rel_err"] < 2**-4 < stats["k_rel_err"]
+    heads = handle.head_stats[0]
+    by_head = (v - rounded).norm(dim=(0, 2)) / v.norm(dim=(0, 2))
+    assert heads["v_rel_err"] == pytest.approx(by_head.tolist(), rel=1e-3) and len(heads["v_rel_err"]) == 2
+    assert sum(heads["k_saturated"]) == stats["k_saturated"] and max(heads["k_amax"]) == stats["k_amax"]
     handle.reset_stats()
     assert handle.stats[1]["tokens"] == 0
     exact = enable(model, "auto")

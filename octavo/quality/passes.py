@@ -36,9 +36,13 @@ class Side:
 
 @dataclass
 class Scores:
-    """Per-token results by side, fp32 or bool [windows, length - 1] on the CPU; kl and same_top against the first."""
+    """Per-token results by side, fp32 or bool [windows, length - 1] on the CPU; kl and same_top against the first.
+
+    top: whether the text's token is the one that the side puts first.
+    """
 
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    top: dict[str, torch.Tensor] = field(default_factory=dict)
     kl: dict[str, torch.Tensor] = field(default_factory=dict)
     same_top: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -83,7 +87,7 @@ def score_windows(
     ]
     joined = Scores()
     for name in (side.name for side in sides):
-        for kind in ("losses", "kl", "same_top"):
+        for kind in ("losses", "top", "kl", "same_top"):
             found = [getattr(part, kind)[name] for part in parts if name in getattr(part, kind)]
             if found:
                 getattr(joined, kind)[name] = torch.cat(found)
@@ -125,6 +129,7 @@ def _score_batch(
                 found = side.model(ids, use_cache=True, **{cache_keyword(side.model): caches[side.name]})
             logits = found.logits[:, :scored]
             rows.setdefault(("losses", side.name), []).append(score.token_losses(logits, targets.to(device)).cpu())
+            rows.setdefault(("top", side.name), []).append((logits.argmax(-1) == targets.to(device)).cpu())
             if base is None:
                 base = logits
             else:
@@ -135,3 +140,24 @@ def _score_batch(
     for (kind, name), found in rows.items():
         getattr(part, kind)[name] = torch.cat(found, 1)
     return part
+
+
+def figures(found: Scores, base: str) -> dict[str, Any]:
+    """Of every side: perplexity and how often the text's token comes first; against `base`: change, KL and agreement.
+
+    Each with its interval; perplexity's change is of paired windows.
+    """
+    sides: dict[str, Any] = {}
+    for name, losses in found.losses.items():
+        sides[name] = {
+            "perplexity": score.perplexity(losses).as_dict(),
+            "top": score.mean(found.top[name].float()).as_dict(),
+        }
+        if name != base:
+            sides[name] |= {
+                "change": score.relative_change(found.losses[base], losses).as_dict(),
+                "kl": score.mean(found.kl[name]).as_dict(),
+                "kl_quantiles": score.quantiles(found.kl[name]),
+                "same_top": score.mean(found.same_top[name].float()).as_dict(),
+            }
+    return sides

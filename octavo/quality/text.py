@@ -39,6 +39,10 @@ class Windows:
         """First 16 hexadecimal digits of the tokens' SHA-256."""
         return hashlib.sha256(self.tokens.to(torch.int64).numpy().tobytes()).hexdigest()[:16]
 
+    def split(self, count: int) -> tuple[Windows, torch.Tensor]:
+        """The first `count` windows, and the tokens of the others."""
+        return Windows(self.tokens[:count], self.source, self.names[:count]), self.tokens[count:]
+
 
 def library_windows(tokenizer: Any, count: int, length: int) -> Windows:
     """`count` windows of `length` tokens from ``pydoc_data.topics``, the language reference that ``help()`` prints.

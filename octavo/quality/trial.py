@@ -176,7 +176,7 @@ class Trial:
                 "tail": size.tail,
                 "scored_tokens": found.losses[SIXTEEN].numel(),
             },
-            "quality": {"sides": _sides(found), "exact_why_not": self.exact_why_not, **_spread(found)},
+            "quality": {"sides": passes.figures(found, SIXTEEN), "exact_why_not": self.exact_why_not, **_spread(found)},
             "layers": [{"layer": layer, **stats} for layer, stats in self.handle.stats.items()],
             "checks": self._checks(found),
         }
@@ -200,21 +200,6 @@ class Trial:
 
 def _check(name: str, change: float, limit: float, judged: bool) -> dict[str, Any]:
     return {"name": name, "change": change, "limit": limit, "passed": abs(change) <= limit if judged else None}
-
-
-def _sides(found: passes.Scores) -> dict[str, Any]:
-    base = found.losses[SIXTEEN]
-    sides: dict[str, Any] = {}
-    for name, losses in found.losses.items():
-        sides[name] = {"perplexity": score.perplexity(losses).as_dict()}
-        if name != SIXTEEN:
-            sides[name] |= {
-                "change": score.relative_change(base, losses).as_dict(),
-                "kl": score.mean(found.kl[name]).as_dict(),
-                "kl_quantiles": score.quantiles(found.kl[name]),
-                "same_top": score.mean(found.same_top[name].float()).as_dict(),
-            }
-    return sides
 
 
 def _spread(found: passes.Scores) -> dict[str, Any]:

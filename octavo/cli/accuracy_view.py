@@ -1,0 +1,89 @@
+"""What `octavo accuracy` prints: figures of every side, pass keys by context, and the worst layers and heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..quality.trial import SIXTEEN
+
+WORST = 4  # heads that are told of each variant
+
+
+def show(results: dict[str, Any], out: Path) -> None:
+    """All tables, then where the file is."""
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=130)
+    model, text, env = results["model"], results["text"], results["environment"]
+    name = env.get("gpu") if env.get("gpu") != "none" else env.get("cpu")
+    console.print(Text(f"{model['name']}, {model['parameters'] / 1e6:.3g} M parameters, {model['dtype']}, on {name}"))
+    console.print(Text(f"{text['windows']} windows of {text['length']} tokens of {text['source']}; 95 % intervals"))
+    console.print(_figures(results))
+    if results["retrieval"]:
+        console.print(_retrieval(results))
+    console.print(_heads(results))
+    console.print(Text(f"wrote {out} in {results['seconds']} s"))
+
+
+def _percent(estimate: dict[str, Any], digits: int = 2) -> str:
+    """A share with half its interval's width; a bare figure where there is no interval."""
+    return _with_interval({k: None if v is None else v * 100 for k, v in estimate.items()}, digits, " %")
+
+
+def _with_interval(estimate: dict[str, Any], digits: int, unit: str = "") -> str:
+    value = f"{estimate['value']:.{digits}f}{unit}"
+    if estimate["low"] is None:
+        return value
+    return f"{value} ({estimate['low']:.{digits}f} to {estimate['high']:.{digits}f})"
+
+
+def _figures(results: dict[str, Any]) -> Table:
+    table = Table(title="Text", title_justify="left")
+    table.add_column("cache", no_wrap=True)
+    for column in ("bytes a token", "perplexity", "change", "KL, millinats", "same top-1", "top-1 right"):
+        table.add_column(column, justify="right")
+    sizes = {v["name"]: v["bytes_per_token"] for v in results["variants"]}
+    for name, side in results["sides"].items():
+        cells = [f"{sizes.get(name, results['bytes_per_token_16_bit']):,}", f"{side['perplexity']['value']:.3f}"]
+        if name == SIXTEEN:
+            cells += ["", "", ""]
+        else:
+            kl = {k: None if v is None else v * 1e3 for k, v in side["kl"].items()}
+            cells += [_percent(side["change"]), _with_interval(kl, 2), _percent(side["same_top"], 1)]
+        table.add_row(name, *cells, _percent({**side["top"], "low": None}, 1))
+    return table
+
+
+def _retrieval(results: dict[str, Any]) -> Table:
+    trials = results["retrieval"][0]["trials"]
+    table = Table(title=f"Pass keys given back, of {trials}", title_justify="left")
+    table.add_column("tokens", justify="right")
+    for name in results["sides"]:
+        table.add_column(name, justify="right")
+    for row in results["retrieval"]:
+        table.add_row(f"{row['context']:,}", *(str(sum(row["right"][name])) for name in results["sides"]))
+    return table
+
+
+def _heads(results: dict[str, Any]) -> Table:
+    table = Table(title="Error of the stored keys and values", title_justify="left")
+    table.add_column("cache", no_wrap=True)
+    for column in ("all layers", "beyond the range"):
+        table.add_column(column, justify="right")
+    table.add_column("worst heads, as layer.head")
+    for name, layers in results["layers"].items():
+        errors = [layer[f"{side}_rel_err"] for layer in layers for side in ("k", "v")]
+        beyond = sum(layer[f"{side}_saturated"] for layer in layers for side in ("k", "v"))
+        heads = [
+            (error, f"{side} {layer['layer']}.{head}")
+            for layer in layers
+            for side in ("k", "v")
+            for head, error in enumerate(layer["heads"][f"{side}_rel_err"])
+        ]
+        worst = ", ".join(f"{where} {error:.2%}" for error, where in sorted(heads, reverse=True)[:WORST])
+        table.add_row(name, f"{min(errors):.2%} to {max(errors):.2%}", f"{beyond:,}", worst)
+    return table

@@ -1,0 +1,160 @@
+"""Accuracy: variants beside the 16-bit side, pass keys where they are said to be, and `octavo accuracy`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+transformers = pytest.importorskip("transformers", reason="transformers is an extra")
+
+from octavo.cli import accuracy as command  # noqa: E402
+from octavo.cli.main import app  # noqa: E402
+from octavo.errors import InvalidInput  # noqa: E402
+from octavo.quality import passes, retrieval  # noqa: E402
+from octavo.quality.accuracy import Variant, from_file, variants  # noqa: E402
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["accuracy", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OCTAVO_BACKEND", raising=False)
+
+
+@pytest.fixture
+def tokenizer(model_folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(model_folder)
+
+
+@pytest.mark.parametrize("context", [160, 300])
+def test_a_prompt_has_its_length_its_key_at_its_depth_and_ends_with_it(tokenizer, context):
+    tokens, answers, depths = retrieval.prompts(tokenizer, context, 5)
+    assert tokens.shape == (5, context) and depths == [0.0, 0.25, 0.5, 0.75, 1.0]
+    keys = set()
+    for row, answer, depth in zip(tokens, answers, depths, strict=True):
+        text = tokenizer.decode(row)
+        key = tokenizer.decode(row[-answer:]).strip()
+        keys.add(key)
+        assert len(key) == retrieval.DIGITS and key.isdigit()
+        assert text.endswith(f"{retrieval.QUESTION} {key}") and text.count(key) == 3
+        at = text.index("The pass key is ")
+        room = len(text) - len(retrieval.NEEDLE.format(key=key)) - len(retrieval.QUESTION) - answer
+        assert at == round(depth * room)  # a token is a letter here
+    assert len(keys) == 5
+    assert torch.equal(retrieval.prompts(tokenizer, context, 5)[0], tokens)
+
+
+def test_a_context_too_short_for_the_question_is_refused(tokenizer):
+    with pytest.raises(InvalidInput, match="at least"):
+        retrieval.prompts(tokenizer, 64, 1)
+
+
+def test_a_key_counts_only_if_every_token_of_it_comes_first(tokenizer, monkeypatch):
+    answer = retrieval.prompts(tokenizer, 200, 4)[1][0]
+
+    def scored(sides, tokens, **_):
+        top = torch.ones(1, tokens.shape[1] - 1, dtype=torch.bool)
+        missed = top.clone()
+        missed[0, -answer] = False
+        before = top.clone()
+        before[0, :-answer] = False  # what comes before the answer does not matter
+        return passes.Scores(top={"16-bit": before, "fp8": missed if scored.calls % 2 else top})
+
+    scored.calls = 0
+
+    def counted(*arguments, **keywords):
+        scored.calls += 1
+        return scored(*arguments, **keywords)
+
+    monkeypatch.setattr(passes, "score_windows", counted)
+    sides = [passes.Side("16-bit", None, lambda _: None), passes.Side("fp8", None, lambda _: None)]
+    (found,) = retrieval.measure(sides, tokenizer, [200], 4)
+    assert found["right"] == {"16-bit": [True] * 4, "fp8": [False, True, False, True]}
+    assert found["figures"]["fp8"]["right"]["value"] == 0.5 and found["figures"]["fp8"]["change"]["value"] == -0.5
+    assert found["figures"]["16-bit"] == {"right": {"value": 1.0, "low": 1.0, "high": 1.0}}
+
+
+def test_variants_are_every_combination_with_the_scales_that_fit(tmp_path):
+    asked: list[tuple[str, str]] = []
+
+    def scales(kv_dtype: str, granularity: str) -> tuple[Any, Any]:
+        asked.append((kv_dtype, granularity))
+        return [1], [2]
+
+    made = variants(["fp8_e4m3", "fp8_e5m2"], ["tensor", "token_head"], ["fast", "exact"], scales)
+    assert len(made) == len(set(made)) == 8 and asked == [("fp8_e4m3", "tensor"), ("fp8_e5m2", "tensor")]
+    assert {v.k_scale is None for v in made if v.granularity == "token_head"} == {True}
+    assert Variant("fp8_e4m3", "tensor", "fast").name == "fp8_e4m3 tensor fast"
+    side = {"scale": [0.5, 0.25]}
+    (tmp_path / "s.json").write_text(json.dumps({"schema": 1, "layers": [{"k": side, "v": side}]}))
+    of = from_file(tmp_path / "s.json")
+    assert of("fp8_e4m3", "tensor") is None and torch.equal(of("fp8_e4m3", "head")[0][0], torch.tensor([0.5, 0.25]))
+
+
+def test_json_has_every_figure(model_folder):
+    code, out, err = run(model_folder, "--quick", "--contexts", 200, "--json", "--kv-cache-dtype", "fp8,fp8_e5m2")
+    assert code == 0 and "Scoring text" in err
+    found = json.loads(out)
+    assert found == json.loads(Path("accuracy.json").read_text())
+    names = [v["name"] for v in found["variants"]]
+    assert len(names) == 6 and list(found["sides"]) == ["16-bit", *names]
+    assert found["text"]["windows"] == 2 and found["retrieval"][0]["context"] == 200
+    for name in names:
+        side = found["sides"][name]
+        assert side["kl"]["low"] <= side["kl"]["value"] <= side["kl"]["high"] and 0 < side["kl"]["value"] < 0.1
+        assert 0.5 < side["same_top"]["value"] <= 1 and side["perplexity"]["low"] is not None
+        assert [len(layer["heads"]["k_rel_err"]) for layer in found["layers"][name]] == [2, 2]
+    # e5m2 has one bit of precision less than e4m3: twice the error.
+    error = {n: found["layers"][n][0]["k_rel_err"] for n in names}
+    ratio = error["fp8_e5m2 tensor exact"] / error["fp8_e4m3 tensor exact"]
+    assert 1.8 < ratio < 2.1
+    scaled = {v["name"]: v["scaled"] for v in found["variants"]}
+    assert scaled["fp8_e4m3 head exact"] and not scaled["fp8_e4m3 token_head exact"]
+
+
+def test_what_a_person_sees(model_folder):
+    code, out, _ = run(model_folder, "--quick", "--contexts", 0, "--scale-granularity", "tensor", "--scales", "none")
+    assert code == 0
+    assert "fp8_e4m3 tensor exact" in out and "same top-1" in out and "wrote accuracy.json" in out
+    assert "Pass keys" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["./none"], "is not a folder"),
+        (["--kv-cache-dtype", "fp8,bf16"], "--kv-cache-dtype must be one of"),
+        (["--scale-granularity", "page"], "--scale-granularity must be one of"),
+        (["--precision", "fast,best"], "--precision must be one of"),
+        (["--contexts", "1k"], "--contexts must be numbers"),
+        (["--scales", "none.json"], "none.json"),
+        (["--data", "none.txt"], "not there"),
+        (["--out", "none/a.json"], "does not"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, why):
+    code, out, err = run("--quick", *arguments)
+    assert code == 2 and why in err and out == "" and len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_than_the_model_holds_is_refused(model_folder):
+    code, _, err = run(model_folder, "--quick", "--contexts", 512)
+    assert code == 2 and "holds 256 tokens; came 512" in err and not Path("accuracy.json").exists()
+
+
+def test_contexts_are_powers_of_two_up_to_the_models():
+    assert command._contexts(8192, "cpu") == (512, 1024, 2048)
+    assert command._contexts(8192, "cuda") == (512, 1024, 2048, 4096, 8192)
+    assert command._contexts(300, "cuda") == (300,)
