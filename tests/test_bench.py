@@ -80,8 +80,10 @@ def test_records_round_trip_and_resume(tmp_path):
     path.write_text(path.read_text() + '{"schema": 1, "case": "dec')  # interrupted in the middle of a line
     with pytest.raises(InvalidInput, match=r"r\.jsonl:3 must hold one JSON object"):
         list(read_records([path]))
+    there = {("decode/x/b1", "reference"), ("decode/x/b2", "reference")}
+    assert RecordFile(path).done() == there and RecordFile(tmp_path / "none").done() == set()
     with RecordFile(path) as file:
-        assert file.done() == {("decode/x/b1", "reference"), ("decode/x/b2", "reference")}
+        assert file.done() == there
         file.write(record(case="decode/x/b3"))
     assert len(list(read_records([path]))) == 3
 

@@ -17,6 +17,7 @@ class Case:
         name: what records call it, without the backend. op: one of `records.OPS`.
         spec: what is computed, layout and page size included.
         seq_lens, query_lens: of each sequence; for append, each sequence gets query_lens new tokens at its end.
+        appends: an attention call appends the keys and values of its query rows first; counted with it.
     """
 
     name: str
@@ -24,13 +25,20 @@ class Case:
     spec: AttentionSpec
     seq_lens: tuple[int, ...]
     query_lens: tuple[int, ...]
+    appends: bool = False
 
     @property
     def work(self) -> Work:
         """The fewest bytes and operations."""
+        append = append_work(self.spec, sum(self.query_lens))
         if self.op == "append":
-            return append_work(self.spec, sum(self.query_lens))
-        return attention_work(self.spec, self.seq_lens, self.query_lens)
+            return append
+        attention = attention_work(self.spec, self.seq_lens, self.query_lens)
+        return Work(attention.bytes + append.bytes, attention.flops) if self.appends else attention
+
+    def with_append(self) -> Case:
+        """The case with an append before it."""
+        return replace(self, name=f"append+{self.name}", appends=True)
 
 
 def decode(spec: AttentionSpec, batch: int, context: int) -> Case:

@@ -99,6 +99,7 @@ class RecordFile:
         """(case, backend) of the records that are there, for a run that goes on where it was interrupted."""
         if not self.path.exists():
             return set()
+        self._mend_last_line()
         return {(r.case, r.backend) for r in read_records([self.path])}
 
     def _mend_last_line(self) -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "Which backend runs each layer kind, and why not the others; no GPU needed.",
     "check": "The support table of this machine, cell by cell against fp64.",
     "accuracy": "What FP8 caches cost a model: perplexity, KL, retrieval, error by layer and head.",
+    "bench": "Time kernels over models' shapes, checked first; records as JSON lines.",
     "calibrate": "Scales of an FP8 KV cache from real text, and what each costs.",
     "demo": "A small real model through the FP8 paged cache beside the 16-bit one.",
     "serve": "An OpenAI-compatible server over an FP8 paged cache.",

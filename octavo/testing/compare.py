@@ -83,10 +83,13 @@ def plain_bf16(batch: Batch) -> torch.Tensor:
     return result
 
 
-def errors(batch: Batch, out: torch.Tensor) -> Errors:
-    """How far `out`, a result of the batch, is from fp64, beside plain bf16 attention; both rounded to out_dtype."""
-    truth, _ = exact(batch)
-    plain = plain_bf16(batch).to(torch.float64)
+def errors(batch: Batch, out: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor] | None = None) -> Errors:
+    """How far `out`, a result of the batch, is from fp64, beside plain bf16 attention; both rounded to out_dtype.
+
+    expected: the outputs of `exact` and `plain_bf16`, where several results of one batch are compared.
+    """
+    truth, plain = expected or (exact(batch)[0], plain_bf16(batch))
+    plain = plain.to(torch.float64)
     got = out.to(torch.float64)
     if batch.spec.out_dtype == "fp8_e4m3":
         scale = batch.arguments["out_scale"].double()

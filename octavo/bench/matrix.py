@@ -1,0 +1,116 @@
+"""The matrix: models x ranks x concurrency x context x KV dtype, one case a cell, and who is measured on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..backends import BACKENDS
+from ..choose import verdicts
+from ..configs import load_config
+from ..device import Device
+from ..errors import InvalidInput
+from ..models import LayerKind, model_kinds
+from ..spec import AttentionSpec
+from .cases import Case
+from .peers import PEERS
+
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b")
+OPS = ("decode", "verify", "prefill", "append")
+PREFILL_TOKENS = 8192  # new tokens of a prefill step: of one long prompt, or of several short ones
+VERIFY_ROWS = 4
+LARGEST_SHARE = 0.3  # of the device's memory that one cell's keys and values may take
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is crossed.
+
+    Attributes:
+        models: known names or folders. tps: ranks. concurrencies: sequences of a decode step. contexts: their tokens.
+        prompts: tokens of a prompt; a step takes PREFILL_TOKENS of it, or several whole ones.
+        kv_dtypes: of the cache; FP8 lies in leaf pages of 64, 16 bits in nhd. ops: of OPS.
+    """
+
+    models: tuple[str, ...] = ("llama-3.1-8b",)
+    tps: tuple[int, ...] = (1,)
+    concurrencies: tuple[int, ...] = (64,)
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    prompts: tuple[int, ...] = (1024, 8192, 32768)
+    kv_dtypes: tuple[str, ...] = ("fp8_e4m3", "bfloat16")
+    ops: tuple[str, ...] = ("decode", "prefill", "append")
+
+
+WHOLE = Selection(models=MODELS, tps=(1, 8), concurrencies=(16, 64, 512), ops=OPS)
+# Where there is no GPU: small enough for the reference, to show that the command works.
+TINY = Selection(concurrencies=(2,), contexts=(256,), prompts=(128,))
+TINY_TOKENS = 128
+
+
+def cases(selection: Selection, memory_bytes: float | None = None, prefill_tokens: int = PREFILL_TOKENS) -> list[Case]:
+    """Every cell, in order of model; those whose keys and values exceed LARGEST_SHARE of `memory_bytes` are left out.
+
+    Layers of latent attention are left out too: no kernel takes them. Raises InvalidInput for an unknown model or op.
+    """
+    unknown = [op for op in selection.ops if op not in OPS]
+    if unknown:
+        raise InvalidInput(f"ops must be of {', '.join(OPS)}", ", ".join(unknown))
+    made = []
+    for model in selection.models:
+        for tp in selection.tps:
+            for kv_dtype in selection.kv_dtypes:
+                layout = "leaf" if kv_dtype.startswith("fp8") else "nhd"
+                shape = model_kinds(load_config(model), tp=tp, kv_dtype=kv_dtype, name=model, layout=layout)
+                for kind in shape.kinds:
+                    if not kind.spec.mla:
+                        prefix = _prefix(model, kind, len(shape.kinds) > 1, tp)
+                        made += _of_kind(kind.spec, prefix, selection, prefill_tokens)
+    if memory_bytes is None:
+        return made
+    return [case for case in made if case.work.bytes <= LARGEST_SHARE * memory_bytes]
+
+
+def _prefix(model: str, kind: LayerKind, several: bool, tp: int) -> str:
+    """ "gpt-oss-120b:sliding_window/tp1"."""
+    name = model.rstrip("/").rsplit("/", 1)[-1]
+    return f"{name}{':' + kind.name if several else ''}/tp{tp}"
+
+
+def _of_kind(spec: AttentionSpec, prefix: str, selection: Selection, prefill_tokens: int) -> Iterator[Case]:
+    """Cells of one layer kind; a 16-bit cache's are named so."""
+    prefix += "" if spec.fp8 else f"/{spec.kv_dtype}"
+    for op in selection.ops:
+        if op in ("decode", "verify"):
+            of_op = replace(spec, max_query_len=VERIFY_ROWS if op == "verify" else 1)
+            for batch in selection.concurrencies:
+                for context in selection.contexts:
+                    name = f"{op}/{prefix}/b{batch}/ctx{context}"
+                    yield Case(name, op, of_op, (context,) * batch, (of_op.max_query_len,) * batch)
+        elif op == "prefill":
+            for prompt in selection.prompts:
+                rows = min(prompt, prefill_tokens)
+                batch = max(1, prefill_tokens // prompt)
+                yield Case(
+                    f"prefill/{prefix}/b{batch}/q{rows}/ctx{prompt}", op, spec, (prompt,) * batch, (rows,) * batch
+                )
+        else:
+            sizes = ((1, prefill_tokens), *((batch, 1) for batch in selection.concurrencies))
+            for batch, tokens in sizes:
+                yield Case(f"append/{prefix}/b{batch}/t{tokens}", op, spec, (tokens,) * batch, (tokens,) * batch)
+
+
+def backends_of(case: Case, device: Device, peers: bool) -> list[str]:
+    """Who is measured: octavo's backends that may (the reference only where nothing else may), then the peers that
+    have the op, which all need a GPU.
+
+    A cell of append has one backend, the one that caches use.
+    """
+    if case.op == "append":
+        return ["auto"]
+    phase = "prefill" if case.op == "prefill" else "decode"
+    able = [name for name, verdict in verdicts(case.spec, device, phase).items() if verdict.word != "cannot"]
+    if device.arch == "cpu":
+        return able
+    able = [name for name in able if name != BACKENDS[-1].name] or able
+    others = [peer.name for peer in PEERS.values() if case.op in peer.ops and peer.installed] if peers else []
+    return able + others

@@ -1,0 +1,149 @@
+"""`octavo bench`: the cells it crosses, records that are resumed, and what an interrupted or wrong run says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="typer is an extra")
+pytest.importorskip("rich", reason="rich is an extra")
+from typer.testing import CliRunner  # noqa: E402
+
+from octavo.bench import matrix, measure  # noqa: E402
+from octavo.bench.peers import PEERS, Peer  # noqa: E402
+from octavo.bench.records import read_records  # noqa: E402
+from octavo.cli.main import app  # noqa: E402
+from octavo.device import Device  # noqa: E402
+from octavo.errors import InvalidInput  # noqa: E402
+
+H200 = Device.named("h200")
+SMALL = (
+    "--device",
+    "cpu",
+    "--seconds",
+    "0.001",
+    "--kv-cache-dtype",
+    "fp8",
+    "--ops",
+    "decode,append",
+    "--context",
+    "64",
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OCTAVO_BACKEND", raising=False)
+
+
+def bench(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["bench", "--out", "r.jsonl", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_matrix_is_the_cross_product():
+    cells = matrix.cases(matrix.WHOLE)
+    assert len({case.name for case in cells}) == len(cells)
+    parts = [case.name.split("/") for case in cells]
+    assert {part[1].split(":")[0] for part in parts} == set(matrix.MODELS)
+    assert {part[2] for part in parts} == {"tp1", "tp8"} and {part[0] for part in parts} == set(matrix.OPS)
+    decodes = [case for case in cells if case.op == "decode" and case.name.startswith("decode/qwen3-32b/")]
+    assert len(decodes) == 2 * 2 * 3 * 3  # tp x KV dtype x concurrency x context
+    assert {len(case.seq_lens) for case in decodes} == {16, 64, 512}
+    kinds = {case.name.split("/")[1]: case.spec.window for case in cells if "gpt-oss" in case.name}
+    assert kinds == {"gpt-oss-120b:sliding_window": 128, "gpt-oss-120b:full": None}
+    assert {case.spec.layout for case in cells if case.spec.fp8} == {"leaf"}
+    assert all(sum(c.query_lens) <= matrix.PREFILL_TOKENS for c in cells if c.op == "prefill")
+
+
+def test_cells_that_do_not_fit_are_left_out():
+    whole, fitting = matrix.cases(matrix.WHOLE), matrix.cases(matrix.WHOLE, 8e9)
+    assert {c.name for c in fitting} < {c.name for c in whole}
+    assert max(c.work.bytes for c in fitting) <= 0.3 * 8e9
+
+
+def test_latent_attention_has_no_cells_and_unknown_ops_are_refused():
+    assert matrix.cases(matrix.Selection(models=("deepseek-v3.2",))) == []
+    with pytest.raises(InvalidInput, match="decode, verify, prefill, append"):
+        matrix.cases(matrix.Selection(ops=("decode", "sort")))
+
+
+def test_backends_are_those_that_may_and_peers_those_that_are_there(monkeypatch):
+    fp8 = next(c for c in matrix.cases(matrix.Selection()) if c.op == "decode")
+    sixteen = next(c for c in matrix.cases(matrix.Selection(kv_dtypes=("bfloat16",))) if c.op == "decode")
+    monkeypatch.setitem(PEERS, "there", Peer("there", ("decode",), "json", "x:y"))
+    monkeypatch.setitem(PEERS, "missing", Peer("missing", ("decode",), "no_such_package", "x:y"))
+    assert matrix.backends_of(fp8, H200, peers=False) == ["gluon", "triton"]
+    assert matrix.backends_of(sixteen, H200, peers=False) == ["triton"]
+    found = matrix.backends_of(sixteen, H200, peers=True)
+    assert "there" in found and "missing" not in found and not any("sdpa" in name for name in found)
+    assert matrix.backends_of(fp8, Device.named("cpu"), peers=True) == ["reference"]
+
+
+def test_records_are_resumed_and_none_is_run_twice(monkeypatch):
+    code, _, err = bench(*SMALL)
+    assert code == 0 and "3 of 3 cells are in r.jsonl" in err
+    first = list(read_records([Path("r.jsonl")]))
+    assert [r.op for r in first] == ["decode", "append", "append"] and all(r.us for r in first)
+    assert len({r.run for r in first}) == 1 and first[0].env["torch"]
+    with Path("r.jsonl").open("a") as file:
+        file.write('{"schema": 1, "case": "dec')  # cut in the middle
+    monkeypatch.setattr(measure, "time_calls", lambda *_, **__: pytest.fail("run again"))
+    code, out, err = bench(*SMALL, "--json")
+    assert code == 0 and out == "" and "3 of 3" in err
+    assert len(list(read_records([Path("r.jsonl")]))) == 3
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_goes_on(monkeypatch):
+    timed = measure.time_calls
+    count = 0
+
+    def stop(*arguments, **keywords):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return timed(*arguments, **keywords)
+
+    monkeypatch.setattr(measure, "time_calls", stop)
+    code, _, err = bench(*SMALL)
+    assert code == 130 and "interrupted; 1 of 3 cells are in r.jsonl, run it again to go on" in err
+    code, out, _ = bench(*SMALL, "--json")
+    assert code == 0 and [json.loads(text)["op"] for text in out.splitlines()] == ["append", "append"]
+    assert len(list(read_records([Path("r.jsonl")]))) == 3
+
+
+def test_a_wrong_result_is_exit_code_1(monkeypatch):
+    monkeypatch.setattr("octavo.reference.decode.attention", lambda call, phase: call.out.fill_(9.0))
+    code, _, err = bench(*SMALL)
+    assert code == 1 and "wrong: relative error" in err and "1 results of octavo's are wrong" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--tp", "0"], "--tp must be positive numbers"),
+        (["--concurrency", "many"], "--concurrency must be positive numbers"),
+        (["--context", ""], "--context must be positive numbers"),
+        (["--models", "llama-9"], "llama-9"),
+        (["--ops", "decode,sort"], "ops must be of decode"),
+        (["--kv-cache-dtype", "int8"], "int8"),
+        (["--tp", "3"], "tp must divide"),
+        (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, why):
+    code, out, err = bench("--device", "cpu", *arguments)
+    assert code == 2 and why in err and out == "" and err.startswith("octavo: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_foreign_file_is_not_touched():
+    Path("r.jsonl").write_text("name,us\n")
+    code, _, err = bench(*SMALL)
+    assert code == 2 and "r.jsonl:1 must hold one JSON object" in err and Path("r.jsonl").read_text() == "name,us\n"
