@@ -133,6 +133,25 @@ def test_a_captured_append_replays_with_new_slots_and_repeats_bit_for_bit(layout
         assert torch.equal(cache.k, caches[0].k) and torch.equal(cache.v, caches[0].v)
 
 
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_of_two_appends_to_the_same_slots_the_later_stays(rows):
+    """One is launched while the one before it runs, and has to wait for its end."""
+    made = spec()
+    k, v = (torch.randn(2, rows, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    slots = torch.randperm(rows, device="cuda") * 2
+    cache, alone = (PagedCache.allocate(made, rows // 32, "cuda", k_scale=0.5, v_scale=2.0) for _ in range(2))
+    append(AppendCall(made, k[1], v[1], slots, alone.bytes(), alone.counters))
+
+    def both() -> None:
+        for i in (0, 1):
+            append(AppendCall(made, k[i], v[i], slots, cache.bytes(), cache.counters))
+
+    captured = Captured(both, k.device)
+    for repeat in (both, captured.replay) * 20:
+        repeat()
+        assert torch.equal(cache.k, alone.k) and torch.equal(cache.v, alone.v)
+
+
 @pytest.mark.parametrize("layout", ["leaf", "nhd", "hnd"])
 def test_pages_beyond_32_bit_offsets(layout):
     """Case Z9: the same tokens at the first and at the last pages of a pool of 4.5 GB."""

@@ -9,7 +9,7 @@ import attention_cases as grid
 import pytest
 import torch
 
-from octavo import backends, ops
+from octavo import ops
 from octavo.cache import PagedCache
 from octavo.reference.merge_states import merge_states as reference_merge
 from octavo.spec import AttentionSpec
@@ -185,17 +185,25 @@ def test_batch_invariance(changes):
         assert torch.equal(grid.run(alone), out[rows]) and torch.equal(alone.lse, lse[rows])
 
 
-def test_run_traces_under_torch_compile(monkeypatch):
-    monkeypatch.setitem(backends.WRITTEN, "triton", frozenset({"prefill", "decode"}))
-    batch = make_batch(SPEC, [700, 90], [1, 50], device="cuda")
+@pytest.mark.parametrize("layout", ["leaf", "nhd"])
+def test_append_and_run_trace_under_torch_compile(layout):
+    """One graph that appends the last tokens of a decode and of a prefill and attends to them."""
+    batch = make_batch(replace(SPEC, layout=layout), [700, 90], [1, 50], device="cuda")
     attention = batch.attention("triton")
     attention.plan(batch.seq_lens, batch.page_table, batch.query_starts)
+    slots = slots_of(batch.page_table, SPEC.page_size, [700, 90])
+    slots = torch.cat([slots[699:700], slots[740:]])
 
-    def layer(q):
-        return attention.run(q * 2, batch.cache) + 1
+    def layer(q, cache):
+        cache.append(q[:, :2] * 2, q[:, 2:4] + 1, slots)
+        return attention.run(q * 2, cache) + 1
 
-    expected = layer(batch.q)
-    assert torch.equal(torch.compile(layer, fullgraph=True)(batch.q), expected)
+    eager, compiled = batch.cache.convert(layout), batch.cache.convert(layout)
+    expected = layer(batch.q, eager)
+    torch._dynamo.reset()
+    assert eager.append_backend == "triton" and not torch.equal(eager.k, batch.cache.k)
+    assert torch.equal(torch.compile(layer, fullgraph=True)(batch.q, compiled), expected)
+    assert torch.equal(compiled.k, eager.k) and torch.equal(compiled.v, eager.v)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

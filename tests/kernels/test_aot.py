@@ -8,7 +8,14 @@ from octavo.device import ARCHITECTURES, KNOWN
 from octavo.testing.aot import DEVICES, Compiled, in_a_subprocess
 
 # Modules with aot_cases (octavo.testing.aot): one row each.
-MODULES = ("octavo.kernels.triton.append", "octavo.kernels.triton.prefill", "octavo.kernels.triton.decode")
+MODULES = (
+    "octavo.kernels.triton.append",
+    "octavo.kernels.triton.prefill",
+    "octavo.kernels.triton.decode",
+    "octavo.kernels.triton.index_append",
+    "octavo.kernels.triton.mqa_logits",
+    "octavo.kernels.triton.topk",
+)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -77,10 +77,19 @@ OTHERS = [
 
 
 HUGE = [case for case in OTHERS if case.values == "huge"]
+LEAF = [case for case in OTHERS if case.spec.layout == "leaf"]
 
 
 @pytest.mark.parametrize("case", FP8 + PLAIN + OTHERS, ids=str)
 def test_append_equals_the_reference(case):
+    assert compare(case, append, "cpu") == []
+
+
+@pytest.mark.parametrize("case", LEAF, ids=str)
+def test_append_of_few_tokens_equals_the_reference(monkeypatch, case):
+    """The smaller tiles, which a GPU takes for few tokens, store what is scattered in another order."""
+    monkeypatch.setattr(module, "_few", lambda *a: True)
+    monkeypatch.setattr(module, "_constants", module._constants.__wrapped__)
     assert compare(case, append, "cpu") == []
 
 

@@ -3,9 +3,9 @@
 A program takes `rows` rows and `block` elements of one head of K or of V. What it makes explicit:
 
 * Bytes are stored, never read: a program touches only what its rows own. In the leaf layout a token's V is head_dim_v
-  single bytes a page apart. They are stored as bytes, except where all rows of a program are the consecutive slots of
-  an aligned group: then a thread stores 16 of them at once. In both a warp's lanes lie along the tokens, so that bytes
-  which are neighbours in memory leave in one transaction.
+  single bytes a page apart. Where all rows of a program are the consecutive slots of an aligned group, a thread stores
+  16 of them at once. Else they are stored as bytes, a warp's lanes along the tokens, so that bytes which are neighbours
+  leave in one transaction; along the elements where each sequence gets one token, so that at least sectors do.
 * The result equals octavo.formats bit for bit. An IEEE division of each element costs more than the memory traffic, so
   x takes x * RN(1 / scale) and a correction by the exact remainder; `_divide` says why that gives the same byte. What
   it does not hold for (NaN, infinity, huge x, extreme scales) is looked for once a program and made to fit.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...calls import AppendCall, CacheBytes
 from ...device import FP8_DOT, Device, device_of
@@ -31,27 +32,33 @@ from ...formats import FORMATS
 from ...layouts import Strides
 from ...spec import AttentionSpec
 
+# Where a kernel may be launched while the one before it ends and wait for its end itself (PTX, griddepcontrol).
+DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+
 
 @dataclass(frozen=True)
 class Constants:
     """Compile-time constants of the kernel: one `tl.constexpr` argument.
 
     Attributes:
-        rows, block: rows and elements of a program. num_warps: Triton's launch option.
+        rows, block: rows and elements of a program. num_warps, max_registers: Triton's launch options.
         heads: KV heads. dim, dim_v: elements of a head; dim_v is 0 where only K is written (MLA).
-        page_size, leaf: of the cache.
+        few: programs of the smaller tile. page_size, leaf: of the cache.
         kv: dtype of the cache, octavo's name.
         scales, scales_v: tensor, head, token_head, or none.
         hardware_cast: the compiler converts fp32 to FP8 for this device.
         interpreted: under Triton's interpreter, where tl.fma rounds twice.
+        dependent_launch: launched while the kernel before it ends, for whose end it waits.
     """
 
     rows: int
     block: int
     num_warps: int
+    max_registers: int | None
     heads: int
     dim: int
     dim_v: int
+    few: bool
     page_size: int
     leaf: bool
     kv: str
@@ -59,6 +66,7 @@ class Constants:
     scales_v: str
     hardware_cast: bool
     interpreted: bool
+    dependent_launch: bool
 
     @property
     def blocks(self) -> int:
@@ -120,6 +128,8 @@ def launch(call: AppendCall, device: Device) -> tuple[dict[str, Any], int]:
         "capacity": strides.num_pages * call.spec.page_size,
         "c": c,
         "num_warps": c.num_warps,
+        "maxnreg": c.max_registers,
+        **({"launch_pdl": True} if c.dependent_launch else {}),
     }
     return arguments, triton.cdiv(rows, c.rows) * c.heads * (c.blocks + c.blocks_v)
 
@@ -134,8 +144,7 @@ def tile_of(spec: AttentionSpec, rows: int, device: Device) -> tuple[int, int, i
     dims = (spec.head_dim,) if spec.mla else (spec.head_dim, spec.value_dim)
     whole = triton.next_power_of_2(max(dims))
     split = spec.scale_granularity != "token_head" or not spec.fp8
-    pieces = spec.num_kv_heads * len(dims)
-    if triton.cdiv(rows, 16) * pieces < 8 * device.num_sms:
+    if _few(spec, rows, device):
         block = 32 if split and not any(dim % 32 for dim in dims) else whole
         return 16, block, max(1, min(8, 16 * block // 512))
     block = whole if not split or any(dim % 64 for dim in dims) else 64 if any(dim % 128 for dim in dims) else 128
@@ -143,17 +152,25 @@ def tile_of(spec: AttentionSpec, rows: int, device: Device) -> tuple[int, int, i
     return tile, block, max(1, min(8, tile * block // 1024))
 
 
+def _few(spec: AttentionSpec, rows: int, device: Device) -> bool:
+    """Whether the larger tiles would be too few to fill the device."""
+    return triton.cdiv(rows, 16) * spec.num_kv_heads * (1 if spec.mla else 2) < 8 * device.num_sms
+
+
 @lru_cache(maxsize=1024)
 def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v_scaled: bool) -> Constants:
     tile, block, warps = tile_of(spec, rows, device)
-    interpreted = triton.knobs.runtime.interpret
+    interpreted, few = triton.knobs.runtime.interpret, _few(spec, rows, device)
     return Constants(
         rows=tile,
         block=block,
         num_warps=warps,
+        # Left to itself, ptxas spills a few bytes of the leaf layout's three branches, but not on sm_90.
+        max_registers=255 if few and spec.layout == "leaf" and device.arch != "sm_90" else None,
         heads=spec.num_kv_heads,
         dim=spec.head_dim,
         dim_v=0 if spec.mla else spec.value_dim,
+        few=few,
         page_size=spec.page_size,
         leaf=spec.layout == "leaf",
         kv=spec.kv_dtype,
@@ -161,6 +178,7 @@ def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v
         scales_v=spec.scale_granularity if spec.fp8 and v_scaled else "none",
         hardware_cast=device.arch in FP8_DOT and not interpreted,
         interpreted=interpreted,
+        dependent_launch=device.arch in DEPENDENT_LAUNCH and not interpreted,
     )
 
 
@@ -222,6 +240,9 @@ def _example(spec: AttentionSpec, rows: int, dtype: torch.dtype, pages: int = 2)
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def _append(k, v, slots, slots_stride, counters, rows, capacity, c: tl.constexpr):
     """Rows [tile * c.rows, + c.rows) and c.block elements of one head of K or V; k and v are `Side`s, c `Constants`."""
+    if c.dependent_launch:
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     head = program % c.heads  # fastest: programs that run together read whole rows of the input
     piece = (program // c.heads) % (c.blocks + c.blocks_v)
@@ -261,9 +282,11 @@ def _write(
     scale = 1.0
     if SCALES == "tensor" or SCALES == "head":
         scale = tl.load(side.scale + head * side.scale_head)
-    first_slot = slot
+    first_slot, before = slot, slot
     if TRANSPOSED:
         first_slot = tl.load(slots + first * slots_stride)
+        if c.few:
+            before = tl.load(slots + (row - 1) * slots_stride, mask=there & (row > 0), other=-1)
     dim = (piece * c.block + tl.arange(0, c.block)).to(tl.int64)
     read = side.x + head * side.x_head + row[:, None] * side.x_row + dim[None, :] * side.x_dim
     if DIM % c.block == 0:
@@ -281,11 +304,17 @@ def _write(
     start = side.pool + side.offset + head * side.head
     if TRANSPOSED:
         in_order = tl.sum((live & (slot == first_slot + row - first)).to(tl.int32), 0) == c.rows
+        # As where each sequence gets one token: most do not lie beside the token before them.
+        scattered = tl.sum((live & (slot == before + 1)).to(tl.int32), 0) <= c.rows // 2 if c.few else False
         # Quantised in each branch: done once before them, the compiler does it twice, in the layout of each store.
         if in_order & (first_slot % c.rows == 0):
             stored = _stored(x, scale, inverse, scale_at, live, counters, side.pool.dtype.element_ty, SCALES, c)
             start += (first_slot // c.page_size) * side.page + tl.multiple_of(first_slot % c.page_size, 16)
             tl.store(start + column[:, None] + dim[None, :] * c.page_size, stored, mask=(dim < DIM)[None, :])
+        elif scattered:
+            stored = _stored(x, scale, inverse, scale_at, live, counters, side.pool.dtype.element_ty, SCALES, c)
+            across = start + dim[:, None] * c.page_size + (page * side.page + _column_of_token(offset))[None, :]
+            tl.store(across, tl.trans(stored), mask=(dim < DIM)[:, None] & live[None, :])
         else:
             stored = _stored(x, scale, inverse, scale_at, live, counters, side.pool.dtype.element_ty, SCALES, c)
             written = start + (page * side.page + _column_of_token(offset))[:, None] + dim[None, :] * c.page_size
