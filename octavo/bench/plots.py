@@ -206,3 +206,62 @@ def sizes(rows: Sequence[Row], label: str) -> str:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_xlabel(label)
     return drawing.svg
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a figure: points (x, y) in order of x."""
+
+    name: str
+    color: str
+    marker: str
+    points: Sequence[tuple[float, float]]
+
+
+def curves(of: Sequence[Curve], xlabel: str, ylabel: str, ceilings: Mapping[str, float]) -> str:
+    """Lines over a logarithmic x of powers of two, the vertical axis from 0; ceilings are named dashed lines."""
+    with _drawing(HEIGHT + 0.3) as drawing:
+        axes = drawing.axes
+        for curve in of:
+            x, y = zip(*curve.points, strict=True)
+            axes.plot(x, y, color=curve.color, marker=curve.marker, markersize=4.5, linewidth=1.5, label=curve.name)
+        for name, value in ceilings.items():
+            axes.axhline(value, color=MUTED, linestyle="--", linewidth=1)
+            place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+            axes.annotate(name, (0, value), (3, 3), fontsize=8, color=MUTED, **place)
+        axes.set_xscale("log", base=2)
+        held = sorted({x for curve in of for x, _ in curve.points})
+        axes.set_xticks(held, [short(x) for x in held])
+        axes.minorticks_off()
+        top = max((*(y for curve in of for _, y in curve.points), *ceilings.values()), default=0.0)
+        axes.set_ylim(0, max(top, 1e-9) * 1.15)
+        axes.grid(axis="y")
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        drawing.figure.legend(loc="outside upper center", ncols=3, columnspacing=1.2, handlelength=1.6)
+    return drawing.svg
+
+
+def scatter(of: Sequence[Curve], xlabel: str, ylabel: str) -> str:
+    """Points on two logarithmic axes, with lines at 1."""
+    with _drawing(HEIGHT + 0.3) as drawing:
+        axes = drawing.axes
+        for curve in of:
+            x, y = zip(*curve.points, strict=True)
+            axes.scatter(x, y, color=curve.color, marker=curve.marker, s=16, alpha=0.75, label=curve.name, linewidths=0)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.axhline(1, color=MUTED, linestyle="--", linewidth=1)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(lambda value, _: "")
+        axes.grid()
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        drawing.figure.legend(loc="outside upper center", ncols=3, columnspacing=1.2, handlelength=1.2)
+    return drawing.svg
+
+
+def short(value: float) -> str:
+    """32768 as "32k"."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 256 == 0 else f"{value:g}"

@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": "Time kernels over models' shapes, checked first; records as JSON lines.",
     "calibrate": "Scales of an FP8 KV cache from real text, and what each costs.",
     "demo": "A small real model through the FP8 paged cache beside the 16-bit one.",
-    "serve": "An OpenAI-compatible server over an FP8 paged cache.",
+    "report": "Records as one page with figures and tables, and as Markdown.",
 }
 
 

@@ -1,0 +1,279 @@
+"""What records say, as tables: cells side by side, ratios to the best peer, cost of a token, refusals. No drawing here.
+
+Sides are compared only where they share a run, for a machine is not the same from one run to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..backends import BY_NAME
+from ..choose import choose
+from ..device import KNOWN, Device
+from ..errors import InvalidInput, OctavoError
+from ..spec import AttentionSpec
+from .records import OPS, Record, read_records
+
+COMPUTE_BOUND = ("prefill", "mqa_logits")  # told in TFLOP/s; the others in TB/s
+
+
+@dataclass
+class Cell:
+    """One case of one run: its records by backend."""
+
+    case: str
+    op: str
+    run: str
+    records: dict[str, Record] = field(default_factory=dict)
+
+    @property
+    def subject(self) -> str:
+        """The case without its op and sizes: "llama-3.1-8b/tp1"."""
+        return "/".join(part for part in self.case.split("/")[1:] if size(part) is None)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """b, q, ctx, t, n of the name, those that are there."""
+        return dict(found for part in self.case.split("/")[1:] if (found := size(part)) is not None)
+
+    @property
+    def timed(self) -> dict[str, float]:
+        """Microseconds by backend, of those that have them."""
+        return {name: record.us for name, record in self.records.items() if record.us is not None}
+
+    def best(self, ours: bool) -> tuple[str, float] | None:
+        """The fastest of octavo's backends, or of the others."""
+        of = {name: us for name, us in self.timed.items() if (name in BY_NAME) == ours}
+        return min(of.items(), key=lambda pair: pair[1]) if of else None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the best peer octavo's best is; None where either is missing."""
+        mine, peer = self.best(True), self.best(False)
+        return peer[1] / mine[1] if mine and peer else None
+
+
+@dataclass
+class Evidence:
+    """Everything that the files hold.
+
+    Attributes:
+        cells: in order of op and name, the latest run of each backend. accuracy: results of `octavo accuracy`.
+        files: names of what was read.
+    """
+
+    cells: list[Cell]
+    accuracy: list[dict[str, Any]]
+    files: list[str]
+
+    @property
+    def records(self) -> list[Record]:
+        """Of all cells."""
+        return [record for cell in self.cells for record in cell.records.values()]
+
+    @property
+    def environments(self) -> list[dict[str, str]]:
+        """Distinct ones, in order of appearance."""
+        return _distinct([record.env for record in self.records if record.env])
+
+    def of_op(self, op: str) -> list[Cell]:
+        """Cells of one op."""
+        return [cell for cell in self.cells if cell.op == op]
+
+
+def read(paths: Sequence[Path]) -> Evidence:
+    """Records (.jsonl) and accuracy results (.json). InvalidInput, in one line, for a file that is neither."""
+    records: list[Record] = []
+    accuracy: list[dict[str, Any]] = []
+    for path in paths:
+        if path.suffix == ".json":
+            accuracy.append(_accuracy(path))
+        else:
+            records += read_records([path])
+    return Evidence(_cells(records), accuracy, [path.name for path in paths])
+
+
+def _accuracy(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
+    except json.JSONDecodeError as error:
+        raise InvalidInput(f"{path} must hold one JSON object", f"{error.msg} in line {error.lineno}") from error
+    needed = ("model", "variants", "sides", "text", "retrieval", "environment")
+    missing = [name for name in needed if not isinstance(found, dict) or name not in found]
+    if missing or found.get("schema") != 1:
+        what = f"no {', '.join(missing)}" if missing else f"schema {found.get('schema')!r}"
+        raise InvalidInput(f"{path} must be a file of octavo accuracy, schema 1", what)
+    return found
+
+
+def _cells(records: Iterable[Record]) -> list[Cell]:
+    """Records by case and run; of a case and backend that were measured in several runs the latest counts."""
+    latest: dict[tuple[str, str], Record] = {}
+    for record in records:
+        latest[record.case, record.backend] = record
+    cells: dict[tuple[str, str], Cell] = {}
+    for record in latest.values():
+        cell = cells.setdefault((record.case, record.run), Cell(record.case, record.op, record.run))
+        cell.records[record.backend] = record
+    return sorted(cells.values(), key=lambda c: (OPS.index(c.op), _natural(c.case), c.run))
+
+
+def size(part: str) -> tuple[str, int] | None:
+    """A part of a case's name that is a size: "b64" is ("b", 64)."""
+    letters = part.rstrip("0123456789")
+    return (letters, int(part[len(letters) :])) if letters in ("b", "q", "ctx", "t", "n") and part != letters else None
+
+
+def _natural(name: str) -> list[Any]:
+    """A key that orders b16 before b128."""
+    return [(0, *found) if (found := size(part)) else (1, part, 0) for part in name.split("/")]
+
+
+def _distinct(items: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None for none."""
+    return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
+
+
+def rate(record: Record) -> tuple[float, str]:
+    """(number, unit) of a timed record: TFLOP/s where arithmetic bounds, else TB/s."""
+    assert record.us
+    if record.op in COMPUTE_BOUND:
+        return (record.flops or 0) / record.us / 1e6, "TFLOP/s"
+    return (record.bytes or 0) / record.us / 1e6, "TB/s"
+
+
+def ceiling(record: Record) -> float | None:
+    """What `rate` is compared with, measured in the record's run: the FP8 product's rate, or the copy's."""
+    return record.ceiling.get("fp8_tflops" if record.op in COMPUTE_BOUND else "copy_tbs")
+
+
+def summary(evidence: Evidence) -> list[dict[str, Any]]:
+    """Of each op: cells, how many have a peer, geometric mean and least of the ratios to the best peer."""
+    rows = []
+    for op in OPS:
+        cells = evidence.of_op(op)
+        ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+        if cells:
+            rows.append(
+                {
+                    "op": op,
+                    "cells": len(cells),
+                    "compared": len(ratios),
+                    "mean": geometric_mean(ratios),
+                    "least": min(ratios, default=None),
+                    "ahead": sum(ratio > 1 for ratio in ratios),
+                }
+            )
+    return rows
+
+
+def series(evidence: Evidence, op: str) -> dict[tuple[str, int], dict[str, dict[int, Record]]]:
+    """Timed records by (subject, batch), backend and context: what speed-against-context figures are drawn from.
+
+    Only those with two contexts or more.
+    """
+    found: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    for cell in evidence.of_op(op):
+        sizes = cell.sizes
+        for name, record in cell.records.items():
+            if record.us is not None and "ctx" in sizes:
+                # A prefill step has fewer sequences the longer they are: one line for all of them.
+                key = (cell.subject, 0 if op == "prefill" else sizes.get("b", 0))
+                found.setdefault(key, {}).setdefault(name, {})[sizes["ctx"]] = record
+    return {key: of for key, of in found.items() if any(len(points) > 1 for points in of.values())}
+
+
+def token_costs(evidence: Evidence, memory_gb: float) -> list[dict[str, Any]]:
+    """Of each decode cell: microseconds of attention a layer and token, bytes a token and layer, tokens that fit.
+
+    memory_gb: 1e9 bytes of one rank's memory that one layer of the cache would have; tokens are counted for a layer.
+    """
+    rows = []
+    for cell in evidence.of_op("decode"):
+        best = cell.best(True)
+        if best is None:
+            continue
+        spec = _spec(cell.records[best[0]])
+        if spec is not None:
+            rows.append(
+                {
+                    "case": cell.case,
+                    "backend": best[0],
+                    "us_per_token": best[1] / max(1, cell.sizes.get("b", 1)),
+                    "bytes_per_token": spec.bytes_per_token,
+                    "tokens": int(memory_gb * 1e9) // spec.bytes_per_token,
+                }
+            )
+    return rows
+
+
+def accuracy_points(evidence: Evidence) -> dict[str, list[tuple[float, float, str]]]:
+    """Of each backend: (how many times the fastest's time, error over bf16 attention's, case) of cells with errors."""
+    found: dict[str, list[tuple[float, float, str]]] = {}
+    for cell in evidence.cells:
+        fastest = min(cell.timed.values(), default=None)
+        for name, record in cell.records.items():
+            if record.us is not None and record.rel_err and record.rel_err_bf16 and fastest:
+                point = (record.us / fastest, record.rel_err / record.rel_err_bf16, cell.case)
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def refusals(evidence: Evidence) -> list[tuple[str, str, list[str]]]:
+    """(backend, why, cases) of cells that were refused or wrong, each reason once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in evidence.cells:
+        for name, record in cell.records.items():
+            if record.error:
+                found.setdefault((name, record.error.replace(cell.case, "the case")), []).append(cell.case)
+    return [(name, why, cases) for (name, why), cases in found.items()]
+
+
+def plans(evidence: Evidence) -> list[tuple[str, str]]:
+    """(subjects, plan) of each distinct spec that octavo ran, on the device of its records."""
+    found: dict[str, list[str]] = {}
+    for cell in evidence.cells:
+        for name, record in cell.records.items():
+            spec = _spec(record) if name in BY_NAME and cell.op != "append" else None
+            if spec is None:
+                continue
+            try:
+                plan = str(choose(spec, _device(record.env)))
+            except OctavoError as refusal:
+                plan = str(refusal)
+            subjects = found.setdefault(plan, [])
+            if cell.subject not in subjects:
+                subjects.append(cell.subject)
+    return [(", ".join(subjects), plan) for plan, subjects in found.items()]
+
+
+def _device(env: dict[str, str]) -> Device:
+    """The known device that a record's GPU name speaks of ("NVIDIA H200" is h200); else the CPU."""
+    gpu = env.get("gpu", "").lower().replace(" ", "")
+    return next((device for name, device in KNOWN.items() if name in gpu), KNOWN["cpu"])
+
+
+def _spec(record: Record) -> AttentionSpec | None:
+    """The record's spec; None for an indexer's, or one with fields that this version does not have."""
+    known = {f for f in AttentionSpec.__dataclass_fields__}
+    fields = {name: value for name, value in record.spec.items() if name in known}
+    try:
+        return AttentionSpec(**fields) if {"num_q_heads", "num_kv_heads", "head_dim"} <= set(fields) else None
+    except OctavoError:
+        return None

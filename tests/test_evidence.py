@@ -1,0 +1,232 @@
+"""The evidence: cells side by side, ratios within a run, untrusted text, and `octavo report`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for name in ("jinja2", "matplotlib", "typer"):
+    pytest.importorskip(name, reason=f"{name} is an extra")
+from typer.testing import CliRunner  # noqa: E402
+
+from octavo.bench import evidence, evidence_page  # noqa: E402
+from octavo.bench.records import Record  # noqa: E402
+from octavo.cli.main import app  # noqa: E402
+from octavo.errors import InvalidInput  # noqa: E402
+from octavo.spec import AttentionSpec  # noqa: E402
+
+SPEC = AttentionSpec(32, 8, 128).as_dict()
+ENV = {"gpu": "NVIDIA H200", "torch": "2.11.0", "octavo": "0.1.0"}
+SCRIPT = "<script>alert(1)</script>"
+
+
+def record(case: str, backend: str, us: float | None = 100.0, **changes: Any) -> Record:
+    fields = {"op": case.split("/")[0], "run": "r1", "spec": SPEC, "timing": "graph replay", "env": ENV}
+    fields |= {"bytes": 10**8, "flops": 10**11, "rel_err": 0.002, "rel_err_bf16": 0.0025, "ceiling": {"copy_tbs": 4.0}}
+    if us is None:
+        fields |= {"rel_err": None, "rel_err_bf16": None, "error": "Unsupported: no"}
+    return Record(case=case, backend=backend, us=us, **(fields | changes))
+
+
+RECORDS = [
+    record("decode/llama/tp1/b64/ctx1024", "gluon", 20.0),
+    record("decode/llama/tp1/b64/ctx1024", "triton", 30.0),
+    record("decode/llama/tp1/b64/ctx1024", "flashinfer-xqa", 40.0, rel_err=0.035),
+    record("decode/llama/tp1/b64/ctx8192", "gluon", 100.0),
+    record("decode/llama/tp1/b64/ctx8192", "flashinfer-xqa", 90.0, rel_err=0.035),
+    record("decode/llama/tp1/b128/ctx8192", "gluon", None),
+    record("prefill/llama/tp1/b1/q8192/ctx8192", "gluon", 500.0, ceiling={"fp8_tflops": 1400.0}),
+]
+
+
+def write(path: Path, records: list[Record]) -> Path:
+    path.write_text("".join(r.to_json() + "\n" for r in records))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "records.jsonl", RECORDS)
+
+
+def accuracy(**changes: Any) -> dict[str, Any]:
+    estimate = {"value": 0.01, "low": 0.005, "high": 0.02}
+    side = {"perplexity": {"value": 12.0, "low": 11.0, "high": 13.0}, "top": estimate}
+    fp8 = {**side, "change": estimate, "kl": estimate, "same_top": estimate}
+    found = {"schema": 1, "model": {"name": "tiny", "dtype": "float32"}, "variants": [], "environment": ENV}
+    found |= {
+        "sides": {"16-bit": side, "fp8_e4m3 tensor fast": fp8},
+        "text": {"source": "s", "windows": 2, "length": 64},
+    }
+    found["retrieval"] = [{"context": 512, "trials": 3, "right": {n: [True, False, True] for n in found["sides"]}}]
+    return found | changes
+
+
+def test_cells_are_side_by_side_and_in_order(file):
+    found = evidence.read([file])
+    assert [cell.case for cell in found.of_op("decode")] == [
+        "decode/llama/tp1/b64/ctx1024",
+        "decode/llama/tp1/b64/ctx8192",
+        "decode/llama/tp1/b128/ctx8192",
+    ]
+    first, second, refused = found.of_op("decode")
+    assert first.subject == "llama/tp1" and first.sizes == {"b": 64, "ctx": 1024}
+    assert first.best(True) == ("gluon", 20.0) and first.best(False) == ("flashinfer-xqa", 40.0)
+    assert first.ratio == 2.0 and second.ratio == 0.9 and refused.ratio is None
+    (row,) = [r for r in evidence.summary(found) if r["op"] == "decode"]
+    assert row["mean"] == pytest.approx(1.8**0.5) and row["least"] == 0.9 and (row["cells"], row["ahead"]) == (3, 1)
+
+
+def test_sides_of_different_runs_are_not_compared(tmp_path):
+    case = "decode/llama/tp1/b64/ctx1024"
+    records = [record(case, "gluon", 20.0, run="r1"), record(case, "flashinfer-xqa", 40.0, run="r2")]
+    found = evidence.read([write(tmp_path / "r.jsonl", records)])
+    assert [cell.ratio for cell in found.cells] == [None, None]
+
+
+def test_the_latest_of_two_records_counts(tmp_path):
+    case = "decode/llama/tp1/b64/ctx1024"
+    records = [record(case, "gluon", 20.0, run="r1"), record(case, "gluon", 19.0, run="r2")]
+    (cell,) = evidence.read([write(tmp_path / "r.jsonl", records)]).cells
+    assert cell.timed == {"gluon": 19.0} and cell.run == "r2"
+
+
+def test_rates_and_ceilings_are_those_that_bound():
+    decode, prefill = RECORDS[0], RECORDS[-1]
+    assert evidence.rate(decode) == (5.0, "TB/s") and evidence.ceiling(decode) == 4.0
+    assert evidence.rate(prefill) == (200.0, "TFLOP/s") and evidence.ceiling(prefill) == 1400.0
+
+
+def test_series_and_costs(file):
+    found = evidence.read([file])
+    lines = evidence.series(found, "decode")
+    assert list(lines) == [("llama/tp1", 64)] and sorted(lines["llama/tp1", 64]["gluon"]) == [1024, 8192]
+    costs = evidence.token_costs(found, 1.0)
+    assert [row["us_per_token"] for row in costs] == [20 / 64, 100 / 64]
+    assert costs[0]["bytes_per_token"] == 2048 and costs[0]["tokens"] == 10**9 // 2048
+
+
+def test_plans_are_of_the_device_that_was_measured(file):
+    ((subjects, plan),) = evidence.plans(evidence.read([file]))
+    assert subjects == "llama/tp1" and "on h200" in plan and "gluon" in plan
+
+
+def test_the_page_has_every_cell_and_every_refusal(file, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(accuracy()))
+    html = evidence_page.page(evidence.read([file, tmp_path / "a.json"]))
+    for words in (
+        *(cell.case for cell in evidence.read([file]).cells),
+        "1.34 ×",
+        "Unsupported: no",
+        "refused",
+        "NVIDIA H200",
+        "flashinfer-xqa",
+        "tiny: what the cache costs",
+        "keys of 3 at 512",
+        "+1.00 %",
+        "records.jsonl, a.json",
+    ):
+        assert words in html, words
+    assert html.count("data:image/svg+xml") == 3 and "<script" not in html
+    assert not re.search(r"""(?:src|href)=["'](?!data:)""", html)
+
+
+@pytest.mark.parametrize("where", ["case", "backend", "error", "env", "accuracy"])
+def test_what_is_read_is_never_markup(tmp_path, where):
+    records = list(RECORDS)
+    if where == "case":
+        records = [record(f"decode/{SCRIPT}/b64/ctx{n}", "gluon") for n in (1024, 2048)]
+    elif where == "backend":
+        records = [record(f"decode/llama/b64/ctx{n}", SCRIPT) for n in (1024, 2048)]
+    elif where == "error":
+        records.append(record("decode/llama/b9/ctx9", "x", None, error=f"Unsupported: {SCRIPT}"))
+    elif where == "env":
+        records.append(record("decode/llama/b9/ctx9", "x", env={SCRIPT: SCRIPT}))
+    (tmp_path / "a.json").write_text(json.dumps(accuracy(model={"name": SCRIPT, "dtype": SCRIPT})))
+    found = evidence.read([write(tmp_path / "r.jsonl", records), tmp_path / "a.json"])
+    html = evidence_page.page(found)
+    assert "<script" not in html and "&lt;script&gt;" in html
+    assert "<script" not in evidence_page.markdown(found)
+
+
+def test_markdown_marks_the_fastest_and_keeps_its_columns(file):
+    text = evidence_page.markdown(evidence.read([file]))
+    assert "| decode/llama/tp1/b64/ctx1024 | **20.0** | 30.0 | 40.0 | 2.00 |" in text
+    assert "| decode/llama/tp1/b64/ctx8192 | 100.0 |  | **90.0** | 0.90 |" in text
+    assert "| decode | 3 | 2 | 1.34 | 0.90 |" in text
+    assert evidence_page._plain("a|b`c\nd") == "a\\|b\\`c d"
+
+
+def report(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command_writes_page_tables_and_figure(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = report(file, "--markdown", "t.md", "--figure", "f.svg")
+    assert code == 0 and "7 records, 0 accuracy files: report.html" in out
+    assert Path("report.html").read_text().startswith("<!doctype html>") and Path("t.md").read_text()[0] == "|"
+    assert "<svg" in Path("f.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (RECORDS[0].to_json() + '\n{"schema": 1, "case": "dec', r"r\.jsonl:2 must hold one JSON object"),
+        ('{"schema": 2}\n', r"r\.jsonl:1 must have schema 1; came 2"),
+        (RECORDS[0].to_json()[:-1] + ', "speed": 3}\n', "must have the fields of a record; came also speed"),
+        ("", "at least one record"),
+    ],
+)
+def test_a_bad_file_of_records_is_one_line(tmp_path, monkeypatch, content, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.jsonl").write_text(content)
+    code, out, err = report("r.jsonl")
+    assert code == 2 and re.search(why, err) and len(err.strip().splitlines()) == 1 and out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "one JSON object"),
+        ("[]", "no model, variants"),
+        (json.dumps(accuracy(schema=2)), "schema 2"),
+        (json.dumps({k: v for k, v in accuracy().items() if k != "sides"}), "no sides"),
+    ],
+)
+def test_a_bad_accuracy_file_is_one_line(tmp_path, content, why):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(InvalidInput, match=why):
+        evidence.read([tmp_path / "a.json"])
+
+
+def test_a_missing_file_or_folder_is_exit_code_2(file, tmp_path):
+    assert report(tmp_path / "none.jsonl")[0] == 2
+    code, _, err = report(file, "--out", tmp_path / "none" / "r.html")
+    assert code == 2 and "does not" in err
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here to open the page in")
+def test_a_browser_shows_it_without_a_complaint(file, tmp_path):
+    page = tmp_path / "r.html"
+    page.write_text(evidence_page.page(evidence.read([file])))
+    arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=500,1500", "--enable-logging=stderr"]
+    shot = tmp_path / "r.png"
+    found = subprocess.run(
+        ["chromium", *arguments, f"--user-data-dir={tmp_path}/chr", f"--screenshot={shot}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "CONSOLE" not in found.stderr and shot.stat().st_size > 10_000
