@@ -1,0 +1,81 @@
+"""`octavo warmup`: compile the kernels that a model's plan needs, so that serving it compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from ..choose import layer_ranges
+from ..errors import Unsupported
+from .explain import plan
+from .progress import bar
+
+
+def warmup(
+    model: Annotated[str, typer.Argument(help="Known name, or a folder or file with a config.json.")],
+    tp: Annotated[int, typer.Option(help="Ranks that the heads are divided over.")] = 1,
+    kv_cache_dtype: Annotated[str, typer.Option(help="fp8_e4m3 (fp8), fp8_e5m2, bfloat16, float16 or auto.")] = "auto",
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    layout: Annotated[str, typer.Option(help="leaf, nhd, hnd or auto.")] = "auto",
+    backend: Annotated[str, typer.Option(help="gluon, triton, reference or auto.")] = "auto",
+    query_len: Annotated[int, typer.Option(help="Query rows a sequence in decode; above 1 to verify drafts.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most sequences of a step.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most query rows of a step.")] = 8192,
+    max_context: Annotated[int, typer.Option(min=1, help="Most tokens of a sequence.")] = 131072,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines.")] = False,
+) -> None:
+    """Run every shape of call that serving this model makes, once, on little data: each kernel is compiled and kept.
+
+    Exit code 1 if a kernel does not compile or launch, 2 for bad input or a plan that is refused, 130 if interrupted.
+    """
+    from rich.console import Console
+
+    from ..configs import load_config
+    from ..device import Device
+    from ..models import model_kinds
+    from ..warmup import calls, warm
+    from .target import target_device
+
+    progress = Console(stderr=True, highlight=False)
+    on = target_device(device)
+    fields: dict[str, Any] = {"page_size": page_size, "max_query_len": query_len, "layout": "nhd"}
+    shape = model_kinds(load_config(model), tp=tp, kv_dtype=kv_cache_dtype, name=model, **fields)
+    bounds = {"max_batch": max_batch, "max_query_tokens": max_tokens, "max_context": max_context}
+    results = []
+    for kind in shape.kinds:
+        planned = plan(kind, Device.of(on), layout, backend)
+        if isinstance(planned.outcome, Unsupported):
+            raise planned.outcome
+        name = f"{kind.name} (layers {layer_ranges(kind.layers)})"
+        try:
+            with bar(progress, f"Warming {name}", len(calls(planned.outcome, on, *bounds.values()))) as advance:
+                found = warm(planned.outcome, on, advance=advance, **bounds)
+        except KeyboardInterrupt:
+            progress.print("octavo: interrupted; what was compiled is kept")
+            raise typer.Exit(130) from None
+        except Exception as error:  # whatever a compiler or a launch raises is, to the user, a plan that cannot run
+            first = (str(error).splitlines() or [""])[0]
+            typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first}", err=True)
+            raise typer.Exit(1) from error
+        backends = sorted({planned.outcome.prefill.backend, planned.outcome.decode.backend})
+        results.append(
+            {
+                "kind": kind.name,
+                "layers": list(kind.layers),
+                "backends": backends,
+                "compiled": len(found.compiled),
+                "cached": len(found.cached),
+                "calls": found.calls,
+                "seconds": round(found.seconds, 2),
+            }
+        )
+        if not as_json:
+            typer.echo(
+                f"{name}, {' and '.join(backends)}: {len(found.compiled)} kernels compiled, {len(found.cached)} were "
+                f"in Triton's cache, {found.calls} calls in {found.seconds:.1f} s"
+            )
+    if as_json:
+        typer.echo(json.dumps({"model": shape.name, "kinds": results}, indent=2))

@@ -1,0 +1,164 @@
+"""Compile what a plan needs before the first request: run every shape of call that serving makes, on little data.
+
+Triton specialises a kernel by its constants and by what its integers are multiples of, so the calls differ in batch
+size, in rows, in whether the host knows which sequences decode. What is compiled stays in Triton's cache on disk: a
+process that starts later with the same plan compiles nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .attention import Attention
+from .cache import PagedCache
+from .choose import Choice
+from .formats import TORCH_DTYPES
+from .spec import AttentionSpec, positive
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Warmed:
+    """What a warm-up did: kernels compiled and kernels found in Triton's cache, by name, calls made, seconds."""
+
+    compiled: list[str] = field(default_factory=list)
+    cached: list[str] = field(default_factory=list)
+    calls: int = 0
+    seconds: float = 0.0
+
+
+@contextmanager
+def watched() -> Iterator[Warmed]:
+    """Counts what Triton compiles and what it takes from its cache within the block; nothing where there is no Triton.
+
+    A kernel that this process has loaded already is neither.
+    """
+    found = Warmed()
+    started = time.perf_counter()
+    try:
+        from triton import knobs
+    except ImportError:
+        yield found
+        found.seconds = time.perf_counter() - started
+        return
+    before = knobs.compilation.listener
+
+    def listen(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        (found.cached if cache_hit else found.compiled).append(str(metadata.get("name", src)))
+        if before is not None:
+            before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
+
+    knobs.compilation.listener = listen
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
+        found.seconds = time.perf_counter() - started
+
+
+def sizes(most: int) -> list[int]:
+    """Sizes whose calls differ: 1, 3 (a multiple of nothing), every power of two up to `most`, and `most`."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return sorted({*powers, min(3, most), most, max(1, most - 1)})
+
+
+def warm(
+    choice: Choice,
+    device: torch.device | str,
+    *,
+    max_batch: int = 256,
+    max_query_tokens: int = 8192,
+    max_context: int = 131072,
+    advance: Callable[[], None] = lambda: None,
+) -> Warmed:
+    """Run what serving runs with `choice` (append, decode, prefill, mixed batches) up to these bounds.
+
+    `advance` is told of every call. Raises whatever a kernel that does not compile or launch raises.
+    """
+    for name, value in (("max_batch", max_batch), ("max_query_tokens", max_query_tokens), ("max_context", max_context)):
+        positive(name, value)
+    with watched() as found:
+        for call in calls(choice, torch.device(device), max_batch, max_query_tokens, max_context):
+            call()
+            found.calls += 1
+            advance()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+    return found
+
+
+def calls(choice: Choice, device: torch.device, max_batch: int, max_query_tokens: int, max_context: int) -> list[Call]:
+    """The calls of `warm`: over one page that every sequence shares, with as many rows as a step has."""
+    spec = choice.spec
+    rows = spec.max_query_len
+    batches = [b for b in sizes(max_batch) if b * rows <= max_query_tokens]
+    cache = PagedCache.allocate(spec, 1, device)
+    attention = Attention(
+        spec,
+        max_batch=max_batch + 1,
+        max_query_tokens=max_query_tokens + rows,
+        max_context=max_context,
+        device=device,
+        backend=choice.prefill.backend if choice.prefill.backend == choice.decode.backend else None,
+    )
+    width = -(-max_context // spec.page_size)
+    made: list[Call] = [_append(cache, tokens, device) for tokens in sizes(max_query_tokens)]
+    for batch in batches:
+        for known in (True, False):
+            made.append(_step(attention, cache, [rows] * batch, batch if known else None, width))
+    for tokens in sizes(max_query_tokens):
+        for lens in ([tokens], [tokens - tokens // 2, tokens // 2]):
+            made.append(_step(attention, cache, lens, 0, width))
+        if tokens > rows:
+            for known in (True, False):
+                made.append(_step(attention, cache, [rows, tokens], 1 if known else None, width))
+    return made
+
+
+def _append(cache: PagedCache, tokens: int, device: torch.device) -> Call:
+    spec = cache.spec
+    dtype = TORCH_DTYPES[spec.query_dtype] if spec.query_dtype != "fp8_e4m3" else torch.bfloat16
+
+    def call() -> None:
+        k = torch.zeros(tokens, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+        v = None if spec.mla else torch.zeros(tokens, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device)
+        cache.append(k, v, torch.full((tokens,), -1, dtype=torch.int64, device=device))
+
+    return call
+
+
+def _step(attention: Attention, cache: PagedCache, rows: list[int], num_decodes: int | None, width: int) -> Call:
+    """Plan and run of sequences with `rows` new rows each, of which their one page holds what fits."""
+    spec, device = attention.spec, attention.device
+
+    def call() -> None:
+        starts = torch.tensor([0, *rows], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        lens = torch.tensor([min(n, spec.page_size) for n in rows], dtype=torch.int32, device=device)
+        table = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
+        longest = max(rows) if num_decodes is not None else None
+        attention.plan(lens, table, starts, num_decodes=num_decodes, max_query_len=longest)
+        q = torch.zeros(sum(rows), spec.num_q_heads, spec.head_dim, device=device).to(TORCH_DTYPES[spec.query_dtype])
+        attention.run(q, cache, **_arguments(spec, sum(rows), device))
+
+    return call
+
+
+def _arguments(spec: AttentionSpec, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """What run takes beside the query, as the spec wants."""
+    found = {}
+    if spec.query_dtype == "fp8_e4m3":
+        found["q_scale"] = torch.ones((), device=device)
+    if spec.out_dtype == "fp8_e4m3":
+        found["out_scale"] = torch.ones((), device=device)
+    if spec.sinks:
+        found["sinks"] = torch.zeros(spec.num_q_heads, device=device)
+    if spec.lse:
+        found["lse"] = torch.empty(rows, spec.num_q_heads, device=device)
+    return found
