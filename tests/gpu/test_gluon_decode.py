@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from octavo import tuning
+from octavo.cache import PagedCache
 from octavo.calls import AttentionCall
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
@@ -150,6 +151,45 @@ def test_padding_moves_nothing(lens):
     out = run(padded)
     assert torch.equal(out[:5], expected) and torch.equal(padded.lse[:5], expected_lse)
     assert not out[5:].any() and bool((padded.lse[5:] == -math.inf).all())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [1, 2, 15, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 4096, 8191, 32769, 131072])
+def test_any_length_as_exact_as_bf16_attention(long_batch, length, dim):
+    batch = long_batch[dim]
+    short = replace(batch, seq_lens=torch.full_like(batch.seq_lens, length))
+    assert errors(short, run(short)).within(1.1)
+
+
+@pytest.fixture(scope="module")
+def long_batch():
+    """A sequence of 131,072 tokens of each head dimension."""
+    return {dim: batch_of(spec_of(16, 2, dim, lse=True), [131072]) for dim in (64, 128)}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+def test_a_window_over_several_rows_of_256(rows):
+    spec = spec_of(4, 2, 256, window=1024, max_query_len=rows, sinks=True)
+    lens = list(range(1023, 1041))
+    batch = batch_of(spec, lens, [rows] * len(lens))
+    assert errors(batch, run(batch)).within(1.1)
+
+
+def test_pages_far_apart():
+    """32-bit offsets would wrap: pages of 1,039,680 bytes from one to the next, 2.15 GiB in all."""
+    spec = spec_of(8, 2)
+    near = batch_of(spec, [13, 64 * 6 + 1, 64 * 7])
+    stride, far, pages = 1_039_680, 2066, near.cache.num_pages
+    pool = torch.zeros(stride * (far + pages), dtype=torch.uint8, device="cuda")
+    page = near.cache.memory.k_pool.numel() // pages
+    pool.as_strided((pages, page), (stride, 1), far * stride).copy_(near.cache.memory.k_pool.view(pages, page))
+    half = spec.page_size * spec.head_dim
+    views = [
+        pool.as_strided((far + pages, 2, *shape), (stride, 2 * half, shape[1], 1), offset)
+        for shape, offset in (((64, 128), 0), ((128, 64), half))
+    ]
+    cache = PagedCache.view(spec, *views, k_scale=SCALES["k_scale"], v_scale=SCALES["v_scale"])
+    assert torch.equal(run(replace(near, cache=cache, page_table=near.page_table + far)), run(near))
 
 
 def test_pages_that_are_not_there_are_not_seen():

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ... import tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 
 _SEQUENCES = 1024  # looked at together
-_PROGRAMS = 8  # whose start one program of the plan finds
+_PROGRAMS = 4  # whose start one program of the plan finds
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,22 @@ def active_programs(total, schedule):
 
 @triton.jit(do_not_specialize=["capacity"])
 def plan_kernel(
-    seq_lens, query_starts, schedule, capacity, c: tl.constexpr, SEQUENCES: tl.constexpr, PROGRAMS: tl.constexpr
+    seq_lens,
+    query_starts,
+    schedule,
+    capacity,
+    c: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Every program adds up the units of all sequences, and finds where its PROGRAMS programs start."""
+    """Every program adds up the units of all sequences, and finds where its PROGRAMS programs start.
+
+    DEPENDENT: launched while the kernel before still runs, which it then waits for.
+    """
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = schedule.batch
     i = tl.arange(0, SEQUENCES)
     units = _units(seq_lens, query_starts, i, batch, capacity, c)
@@ -229,4 +243,5 @@ def plan(
     c = constants(spec, max_query_len, False)
     grid = (triton.cdiv(schedule.programs + 1, _PROGRAMS),)
     sequences = min(_SEQUENCES, max(16, triton.next_power_of_2(batch)))
-    plan_kernel[grid](seq_lens, query_starts, schedule, capacity, c, sequences, _PROGRAMS, num_warps=4)
+    options = {"num_warps": 2, "launch_pdl": True} if seq_lens.is_cuda else {}
+    plan_kernel[grid](seq_lens, query_starts, schedule, capacity, c, sequences, _PROGRAMS, seq_lens.is_cuda, **options)
