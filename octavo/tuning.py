@@ -229,6 +229,72 @@ def hopper_decode_partials(spec: AttentionSpec, device: Device, rows: int, max_b
     return max_batch * spec.num_kv_heads * tile.blocks * max(1, pieces)
 
 
+# ---- Hopper's prefill (kernels/gluon)
+
+HOPPER_PACKED_ROWS = 128  # rows of a tile: query rows times query heads of one KV head
+HOPPER_HEADER_INTS = 16  # int32 at the start of a schedule
+HOPPER_ENTRY_INTS = 12  # int32 of schedule that a tile, or piece of one, has
+
+
+@dataclass(frozen=True)
+class HopperPrefillTile:
+    """How Hopper's prefill is cut.
+
+    Attributes:
+        pack: query heads of a tile of HOPPER_PACKED_ROWS rows: the power of two in the group size.
+        block, stages: tokens of a block of keys; blocks of the ring of keys and of that of values.
+    """
+
+    pack: int
+    block: int
+    stages: int
+
+
+@lru_cache(maxsize=1024)
+def hopper_prefill_tile(spec: AttentionSpec) -> HopperPrefillTile:
+    """Tile of Hopper's prefill."""
+    exact, fp8_query = spec.precision == "exact", spec.query_dtype == "fp8_e4m3"
+    block = max(64 if exact and spec.head_dim > 128 else 128, spec.page_size)
+    terms = 2 if exact and not fp8_query else 1
+    query = HOPPER_PACKED_ROWS * spec.head_dim * ((1 if fp8_query else 2) + terms)
+    piece = 64 if exact else spec.head_dim
+    results = 64 * piece * 4 if piece <= 128 else 0  # on their way to whole rows
+    room = HOPPER_SHARED_MEMORY - HOPPER_RESERVED - HOPPER_SCRATCH - query - results
+    stages = min(4, room // (block * 2 * spec.head_dim))
+    return HopperPrefillTile(min(spec.group_size & -spec.group_size, 32), block, stages)
+
+
+def hopper_prefill_pieces(device: Device) -> int:
+    """The most pieces that items of prefill are cut into: two a program."""
+    return 2 * device.num_sms
+
+
+def hopper_prefill_counters(spec: AttentionSpec, device: Device) -> int:
+    """int32 of counters of items that are cut: two each; a multiple of 4, so that what follows is aligned."""
+    return -(-2 * (device.num_sms + spec.num_q_heads) // 4) * 4
+
+
+def hopper_prefill_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int) -> int:
+    """int32 of the schedule that Hopper's prefill_plan makes: header, counters, entries of tiles and of pieces."""
+    rows = HOPPER_PACKED_ROWS // hopper_prefill_tile(spec).pack
+    entries = max_query_tokens // rows + max_batch + 1 + hopper_prefill_pieces(device)
+    return HOPPER_HEADER_INTS + hopper_prefill_counters(spec, device) + HOPPER_ENTRY_INTS * entries
+
+
+def hopper_prefill_parts(spec: AttentionSpec, device: Device) -> int:
+    """fp32 numbers of the rows of all pieces."""
+    return hopper_prefill_pieces(device) * HOPPER_PACKED_ROWS * spec.value_dim
+
+
+def hopper_prefill_workspace_bytes(
+    spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int
+) -> int:
+    """Bytes of prefill's workspace: rows of pieces and their lse, then room for a schedule."""
+    floats = hopper_prefill_parts(spec, device) + hopper_prefill_pieces(device) * HOPPER_PACKED_ROWS
+    ints = hopper_prefill_schedule_ints(spec, device, max_batch, max_query_tokens)
+    return -(-(floats + ints) * 4 // ALIGNMENT) * ALIGNMENT
+
+
 def hopper_workspace_bytes(
     spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int, max_context: int
 ) -> int:
@@ -239,3 +305,65 @@ def hopper_workspace_bytes(
         partials = max(partials, count * hopper_decode_tile(spec, rows).columns * (spec.value_dim + 1) * 4)
     total = partials + hopper_schedule_ints(spec, device, max_batch) * 4
     return -(-total // ALIGNMENT) * ALIGNMENT
+
+
+# ---- Hopper's indexer logits (kernels/gluon)
+
+HOPPER_LOGITS_SCRATCH = 1024  # barriers and what the compiler takes
+HOPPER_BLOCK_ROWS = 4  # query rows that share a tile of keys: what a head sum's columns have room for
+HOPPER_LOGITS_REGISTERS = {1: None, 2: 128, 3: 80, 4: 64}  # of a thread of 256, by programs an SM
+
+
+@dataclass(frozen=True)
+class HopperLogitsTile:
+    """How Hopper's indexer logits are cut.
+
+    Attributes:
+        block_rows: query rows that share a tile of keys.
+        columns, passes: heads (of one or more rows) of a product; products that make a tile's.
+        switch: tiles that are worth what a program needs to begin with a block.
+        tokens, stages: keys of a tile; tiles of a program's ring.
+        query_stages: queries of a program's ring.
+        programs_per_sm, max_registers: how many programs share an SM, and a thread's registers at launch.
+    """
+
+    block_rows: int
+    columns: int
+    passes: int
+    switch: int
+    tokens: int
+    stages: int
+    query_stages: int
+    programs_per_sm: int
+    max_registers: int | None
+
+
+@lru_cache(maxsize=1024)
+def hopper_logits_tile(heads: int, dim: int, rows: int, most_tokens: int | None, device: Device) -> HopperLogitsTile:
+    """Tile for `rows` query rows a sequence, all sequences of at most `most_tokens` tokens together; None: for so many
+    rows that share one run of keys.
+    """
+    paged = most_tokens is not None
+    most = min(HOPPER_BLOCK_ROWS, 256 // heads)
+    block_rows = -(-rows // -(-rows // most)) if paged else most
+    padded_rows = 1 << (block_rows - 1).bit_length()
+    few = block_rows * heads <= 192  # then memory bounds it, and more programs hide more of what each waits for
+    columns = heads * max(1, min((64 if few else 128) // heads, padded_rows))
+    passes = -(-block_rows * heads // columns)
+    programs = {1: 4, 2: 3}.get(passes, 2) if few else 2
+    # Larger tiles have fewer barriers; smaller ones are under way on every SM sooner.
+    tokens = 128 if programs == 4 and paged and most_tokens > 128 * programs * device.num_sms else 64
+    room = HOPPER_SHARED_MEMORY // programs - HOPPER_RESERVED - HOPPER_LOGITS_SCRATCH - block_rows * heads * 24
+    query = passes * columns * dim
+    query_stages = 2 if room - 2 * query >= 256 * (dim + 4) else 1
+    return HopperLogitsTile(
+        block_rows=block_rows,
+        columns=columns,
+        passes=passes,
+        switch=0 if paged else 2,  # of few and long blocks the shares would be uneven
+        tokens=tokens,
+        stages=min(16, (room - query_stages * query) // (tokens * (dim + 4))),
+        query_stages=query_stages,
+        programs_per_sm=programs,
+        max_registers=HOPPER_LOGITS_REGISTERS[programs],
+    )

@@ -64,5 +64,6 @@ PEERS = {
         Peer("flashinfer-fa3", ("prefill",), "flashinfer", "octavo.bench.peers.flashinfer:fa3"),
         Peer("sdpa-cudnn", ("prefill",), "torch", "octavo.bench.peers.sdpa:cudnn"),
         Peer("sdpa-flash", ("prefill",), "torch", "octavo.bench.peers.sdpa:flash"),
+        Peer("deepgemm", ("paged_mqa_logits", "mqa_logits"), "deep_gemm", "octavo.bench.peers.deepgemm:logits"),
     )
 }

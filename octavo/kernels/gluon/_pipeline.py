@@ -221,3 +221,14 @@ def copy_page(desc, slots, page, head, bar, at, STEP: gl.constexpr, PANELS: gl.c
     for panel in gl.static_range(PANELS):
         slot = slots.index(at + panel * STEP)
         tma.async_copy_global_to_shared(desc, [page, head, 0, panel * 128], bar, slot)
+
+
+@gluon.jit
+def make_shared_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The barriers (full, empty) of a ring that CONSUMERS read: a stage is empty once all have arrived."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return full, empty

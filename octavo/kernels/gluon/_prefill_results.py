@@ -1,0 +1,120 @@
+"""What a consumer of prefill does once its keys are through: rows and their lse, parts of cut items, their merge.
+
+Inside, lse is log2 of the softmax's denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import _pipeline as pipe
+from ._prefill_steps import P_BITS, as_column, as_rows
+from ._prefill_tiles import COUNTER, END_ROW, FIRST_ROW, HEAD, PART, PARTS, ROWS, SLOT, V_SCALE, get
+from ._results import LN2, LOG2E, NOTHING
+
+
+class Parts(NamedTuple):
+    """Memory of parts of items: fp32 rows, and their lse."""
+
+    out: Any
+    lse: Any
+
+
+@gluon.jit
+def finish_tile(
+    o, reference, weight, count, ints, floats, output, memory, schedule, WHICH: gl.constexpr, c: gl.constexpr
+):
+    """Normalise and write 64 rows; or keep them as a part, and merge all parts if this one is the last."""
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    R: gl.constexpr = gl.SliceLayout(1, OUT)
+    PIECES: gl.constexpr = c.pieces
+    if c.exact:
+        bits = reference - P_BITS
+        pieces = o
+    else:
+        bits = reference
+        pieces = (o,)
+    total = as_rows(gl.sum(weight, axis=1), c)
+    lse = bits + gl.log2(total)
+    inverse = 1.0 / gl.maximum(total, 1e-30)
+    parts = get(ints, count, PARTS)
+    if parts == 1:
+        for i in gl.static_range(PIECES):
+            write_rows(pieces[i] * as_column(inverse, OUT), lse, i, count, ints, floats, output, WHICH, c)
+    else:
+        slot = 2 * get(ints, count, SLOT) + WHICH
+        d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, OUT))
+        rows = gl.arange(0, ROWS, layout=R)
+        at = memory.out + slot.to(gl.int64) * (ROWS * c.dim) + gl.expand_dims(rows * c.dim, 1) + gl.expand_dims(d, 0)
+        for i in gl.static_range(PIECES):
+            gl.store(at + i * c.piece, pieces[i] * as_column(inverse, OUT))
+        gl.store(memory.lse + slot * ROWS + rows, gl.convert_layout(lse, R, assert_trivial=True))
+        counter = schedule.counters + 2 * get(ints, count, COUNTER) + WHICH
+        gl.thread_barrier()
+        if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            gl.store(counter, 0)  # for the next layer
+            merge(parts, count, ints, floats, output, memory, WHICH, c)
+
+
+@gluon.jit
+def merge(parts, count, ints, floats, output, memory, WHICH: gl.constexpr, c: gl.constexpr):
+    """Combine the parts of an item's 64 rows, in order."""
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    R: gl.constexpr = gl.SliceLayout(1, OUT)
+    PIECES: gl.constexpr = c.pieces
+    PIECE: gl.constexpr = c.piece
+    d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, OUT))
+    rows = gl.arange(0, ROWS, layout=R)
+    first = 2 * (get(ints, count, SLOT) - get(ints, count, PART) * c.heads) + WHICH
+    peak = gl.full([ROWS], NOTHING, gl.float32, R)
+    for i in range(parts):
+        peak = gl.maximum(peak, gl.load(memory.lse + (first + 2 * i * c.heads) * ROWS + rows, cache_modifier=".cg"))
+    for n in gl.static_range(PIECES):
+        total = gl.zeros([ROWS], gl.float32, R)
+        out = gl.zeros([ROWS, PIECE], gl.float32, OUT)
+        within = gl.expand_dims(rows * c.dim, 1) + gl.expand_dims(d + n * c.piece, 0)
+        for i in range(parts):
+            slot = first + 2 * i * c.heads
+            share = gl.exp2(gl.load(memory.lse + slot * ROWS + rows, cache_modifier=".cg") - peak)
+            part = gl.load(memory.out + slot.to(gl.int64) * (ROWS * c.dim) + within, cache_modifier=".cg")
+            total += share
+            out += part * gl.expand_dims(share, 1)
+        out = out * gl.expand_dims(1.0 / gl.maximum(total, 1e-30), 1)
+        write_rows(out, as_rows(peak + gl.log2(total), c), n, count, ints, floats, output, WHICH, c)
+
+
+@gluon.jit
+def write_rows(out, lse, piece: gl.constexpr, count, ints, floats, output, WHICH: gl.constexpr, c: gl.constexpr):
+    """Write a piece of normalised rows, and with the first their lse; the sink joins the denominator here, once."""
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    head = get(ints, count, HEAD) * c.pack
+    first_row = get(ints, count, FIRST_ROW) + WHICH * (ROWS // c.pack)
+    end_row = get(ints, count, END_ROW)
+    r = gl.arange(0, ROWS, layout=lse.type.layout)
+    if output.sinks is not None:
+        sink = gl.load(output.sinks + head + r % c.pack).to(gl.float32) * LOG2E
+        peak = gl.maximum(gl.maximum(lse, sink), NOTHING)
+        joined = peak + gl.log2(gl.exp2(lse - peak) + gl.exp2(sink - peak))
+        saw = lse > -float("inf")
+        out = out * as_column(gl.where(saw, gl.exp2(lse - joined), 0.0), OUT)
+        lse = gl.where(saw, joined, lse)
+    scale = get(floats, count, V_SCALE)
+    if output.scale is not None:
+        scale = scale / gl.load(output.scale)
+    out = (out * scale).to(output.out.dtype.element_ty)
+    if c.piece <= 128:  # a wider one would take the shared memory of a block of keys on its way to whole rows
+        out = gl.convert_layout(out, gl.BlockedLayout([1, 8], [256 // c.piece, c.piece // 8], [4, 1], [1, 0]))
+    L: gl.constexpr = out.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, L)) + piece * c.piece
+    row = first_row + rows // c.pack
+    at = row.to(gl.int64) * output.row + (head + rows % c.pack) * output.head
+    at = gl.expand_dims(at, 1) + gl.expand_dims(d * output.element, 0)
+    gl.store(output.out + at, out, mask=gl.expand_dims(row < end_row, 1))
+    if c.lse and piece == 0:
+        row = first_row + r // c.pack
+        at = row.to(gl.int64) * output.lse_row + (head + r % c.pack) * output.lse_head
+        gl.store(output.lse + at, lse * LN2, mask=row < end_row)

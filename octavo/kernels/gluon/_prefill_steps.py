@@ -1,0 +1,336 @@
+"""What a consumer of prefill does with a block of keys: scores, softmax, and the two products around them.
+
+fast: scores are fp16 pairs (`_halves`), P is e4m3 relative to the running maximum, and its products are added up in the
+tensor cores. exact: scores are fp32, P is hi + lo relative to its own block's maximum, and every block's product has a
+fresh accumulator, so that neither a sink nor a long context costs digits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import _halves as half
+from . import _pipeline as pipe
+from ._prefill_tiles import ROWS
+from ._results import LOG2E, NOTHING
+
+P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]
+LOWEST = gl.constexpr(-60000.0)  # a reference that no score is below, in fp16
+MOST_SCORE = gl.constexpr(57344.0)  # of a row: fp16 ends at 65504, and a rounded query may be 1/16 more
+PARABOLAS = gl.constexpr(2)  # of four pairs of P, those that spare the special-function unit
+
+
+# ---- rings and rows
+
+
+@gluon.jit
+def wait_full(bars, step, c: gl.constexpr):
+    """Wait for the block of a ring."""
+    mbarrier.wait(bars.index(step % c.stages), (step // c.stages) & 1)
+
+
+@gluon.jit
+def free(bars, step, c: gl.constexpr):
+    """This consumer is done with the block of a ring."""
+    mbarrier.arrive(bars.index(step % c.stages), count=1)
+
+
+@gluon.jit
+def operand_of(tiles, step, c: gl.constexpr):
+    """The block of a ring as the B operand."""
+    return tiles.index(step % c.stages).permute((1, 0))
+
+
+@gluon.jit
+def as_column(x, layout: gl.constexpr):
+    """x [rows] as [rows, 1] of `layout`."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def as_rows(x, c: gl.constexpr):
+    """x [rows] in the layout that the softmax keeps of rows."""
+    return gl.convert_layout(x, gl.SliceLayout(1, pipe.accumulator_layout(c.block)), assert_trivial=True)
+
+
+# ---- the query
+
+
+@gluon.jit
+def load_query(q_in, q_terms, factors, head, factor, scales, c: gl.constexpr):
+    """The query tile as e4m3 in shared memory, and what turns a product of each row into a score in powers of two."""
+    layout: gl.constexpr = gl.BlockedLayout([1, c.dim // 8], [4, 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    x = q_in.load(layout).to(gl.float32)
+    if c.exact:
+        if c.query_terms == 1:  # an e4m3 query is taken as it is
+            scale = gl.full([ROWS], 1.0, gl.float32, rows)
+            q_terms[0].store(x.to(gl.float8e4nv))
+        else:
+            scale = pipe.power_of_two_scale(gl.max(gl.abs(x), axis=1))
+            x = x * gl.expand_dims(scale, 1)
+            q_terms[0].store(x.to(gl.float8e4nv))
+            q_terms[1].store((x - pipe.round_e4m3(x)).to(gl.float8e4nv))
+    else:  # no product with keys, which are 448 at most, exceeds what fp16 holds
+        scale = pipe.power_of_two_scale(gl.sum(gl.abs(x), axis=1) * (448.0 * 448.0 / MOST_SCORE))
+        q_terms[0].store((x * gl.expand_dims(scale, 1)).to(gl.float8e4nv))
+    factor = factor / scale
+    if scales.query is not None:
+        q_head = head * c.pack + gl.arange(0, ROWS, layout=rows) % c.pack
+        factor *= gl.load(scales.query + q_head * scales.query_head)
+    factor = factor * LOG2E if c.softcap is None else factor * (1.0 / c.softcap)
+    factors.store(gl.maximum(factor, 1e-37))
+    fence_async_shared()
+
+
+@gluon.jit
+def row_factors(factors, c: gl.constexpr):
+    """Factors of rows; for the fast softmax as fp16 holds them."""
+    factor = factors.load(gl.SliceLayout(1, pipe.accumulator_layout(c.block)))
+    if c.softcap is not None or c.exact:
+        return factor
+    else:
+        return gl.minimum(gl.maximum(half.round_half(factor, False), 2.0**-24), 65504.0)
+
+
+@gluon.jit
+def softmax_factor(factor, c: gl.constexpr):
+    """What is left to multiply scores by once they are capped."""
+    if c.softcap is None:
+        return factor
+    else:
+        return factor * 0.0 + 1.0
+
+
+# ---- scores
+
+
+@gluon.jit
+def start_scores(step, q_terms, k_tiles, c: gl.constexpr):
+    """Start Q K^T of a block."""
+    BLOCK: gl.constexpr = c.block
+    layout: gl.constexpr = pipe.accumulator_layout(c.block)
+    k = operand_of(k_tiles, step, c)
+    if c.exact:
+        s = warpgroup_mma(q_terms[0], k, gl.zeros([ROWS, BLOCK], gl.float32, layout), use_acc=False, is_async=True)
+        if c.query_terms == 2:
+            s = warpgroup_mma(q_terms[1], k, s, is_async=True)
+        return s
+    else:
+        return warpgroup_mma(q_terms[0], k, gl.zeros([ROWS, BLOCK], gl.float16, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores_of(s, c: gl.constexpr):
+    """Products as the softmax takes them."""
+    if c.exact:
+        return s
+    else:
+        return half.pack_halves(s)
+
+
+@gluon.jit
+def masked(s, block, limit, c: gl.constexpr):
+    """-inf where a row does not see a token: a select, since the score of a stale key may be NaN."""
+    L: gl.constexpr = s.type.layout
+    if c.exact:
+        BLOCK: gl.constexpr = c.block
+        column = block * c.block + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))
+        column, end = gl.broadcast(gl.expand_dims(column, 0), as_column(limit, L))
+        # one assembly: of gl.where ptxas keeps 64 predicates in registers
+        s = gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+            "=f,f,r,r", [s, column, end], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        if c.window > 0:
+            s = gl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ge.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+                "=f,f,r,r", [s, column, end - c.window], dtype=gl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return s
+    else:
+        PAIRS: gl.constexpr = c.block // 2
+        column = block * c.block + 2 * gl.arange(0, PAIRS, layout=gl.SliceLayout(0, L))
+        column, end = gl.broadcast(gl.expand_dims(column, 0), as_column(limit, L))
+        return half.mask_pairs(s, column, end, end - c.window, c.window > 0)
+
+
+@gluon.jit
+def capped(s, factor, c: gl.constexpr):
+    """Scores softcap tanh(factor s) in powers of two."""
+    L: gl.constexpr = s.type.layout
+    if c.exact:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends
+        e = gl.exp2(s * as_column(factor * (2.0 * LOG2E), L))
+        return (c.softcap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
+    else:
+        _, f = gl.broadcast(s, as_column(factor, L))
+        _, cap = gl.broadcast(s, as_column(factor * 0.0 + c.softcap * LOG2E, L))
+        return half.cap_pairs(s, f, cap)
+
+
+# ---- softmax
+
+
+@gluon.jit
+def softmax_fast(s, reference, weight, factor, c: gl.constexpr):
+    """P = 2^(s factor - reference) in pairs; the reference, in fp16, is the running maximum less P_BITS, rounded up.
+
+    Also what brings older sums to the new reference, that reference, and the sums of P.
+    """
+    top = as_rows(half.row_max(s), c)
+    new = gl.maximum(reference, half.round_half(top * factor - P_BITS, True))
+    keep = gl.exp2(reference - new)
+    L: gl.constexpr = s.type.layout
+    p = half.exp2_pairs(s, as_column(half.twice(factor), L), as_column(half.twice(-new), L), PARABOLAS)
+    W: gl.constexpr = weight.type.layout
+    added = gl.convert_layout(half.lane_sum(p), W, assert_trivial=True)
+    return p, keep, new, weight * as_column(keep, W) + added
+
+
+@gluon.jit
+def softmax_exact(s, peak, weight, factor, c: gl.constexpr):
+    """P = 2^(s factor - the block's own maximum + P_BITS) in pairs.
+
+    Also what brings older sums, and the product of this P, to the new peak, that peak, and the sums of P.
+    """
+    BLOCK: gl.constexpr = c.block
+    own = gl.maximum(as_rows(gl.max(s, axis=1), c) * factor, NOTHING)
+    new = gl.maximum(peak, own)
+    keep = gl.exp2(peak - new)
+    add = gl.exp2(own - new)
+    L: gl.constexpr = s.type.layout
+    x = s * as_column(factor, L) - as_column(own - P_BITS, L)
+    p = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK // 8, 4, 2]), axis=3), axis=1)
+    W: gl.constexpr = weight.type.layout
+    sums = gl.convert_layout(sums, W, assert_trivial=True)
+    return half.pack_singles(p), keep, add, new, weight * as_column(keep, W) + sums * as_column(add, W)
+
+
+# ---- blocks
+
+
+@gluon.jit
+def step_fast(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit, k_tiles, v_tiles, bars,
+              MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """A block alone: its softmax, then its P V together with the next block's Q K^T."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
+    if c.softcap is not None:
+        s = capped(s, factor, c)
+    if MASK:
+        s = masked(s, block, limit, c)
+    p, keep, reference, weight = softmax_fast(s, reference, weight, softmax_factor(factor, c), c)
+    o = o * as_column(keep, OUT)
+    p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
+    wait_full(v_full, v_step, c)
+    wait_full(k_full, k_step + 1, c)
+    o = warpgroup_mma(p8, operand_of(v_tiles, v_step, c), o, is_async=True)
+    s = start_scores(k_step + 1, q_terms, k_tiles, c)
+    o, s = warpgroup_mma_wait(0, deps=[o, s])
+    free(v_empty, v_step, c)
+    free(k_empty, k_step + 1, c)
+    return scores_of(s, c), o, reference, weight
+
+
+@gluon.jit
+def two_blocks_fast(k_step, v_step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c: gl.constexpr):
+    """Two blocks that every row sees whole: under each softmax the next block's Q K^T and the last one's P V."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
+    for u in gl.static_range(2):
+        wait_full(k_full, k_step + u + 1, c)
+        following = start_scores(k_step + u + 1, q_terms, k_tiles, c)
+        if c.softcap is not None:
+            s = capped(s, factor, c)
+        p, keep, reference, weight = softmax_fast(s, reference, weight, softmax_factor(factor, c), c)
+        wait_full(v_full, v_step + u, c)  # here: a border that keeps the softmax before the wait for P V
+        if u == 1:
+            o = warpgroup_mma_wait(1, deps=[o])
+            free(v_empty, v_step, c)
+        o = o * as_column(keep, OUT)
+        p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
+        o = warpgroup_mma(p8, operand_of(v_tiles, v_step + u, c), o, is_async=True)
+        if u == 0:
+            s = scores_of(warpgroup_mma_wait(1, deps=[following]), c)
+            free(k_empty, k_step + 1, c)
+        else:  # nothing may be in flight over the loop's end: ptxas would serialise all products
+            o, s = warpgroup_mma_wait(0, deps=[o, following])
+            s = scores_of(s, c)
+            free(k_empty, k_step + 2, c)
+            free(v_empty, v_step + 1, c)
+    return s, o, reference, weight
+
+
+@gluon.jit
+def step_exact(block, k_step, v_step, q_terms, s, o, peak, weight, factor, limit, k_tiles, v_tiles, bars,
+               MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """A block: its softmax, then its P V, piece by piece of the output, with the next block's Q K^T among them."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    PIECES: gl.constexpr = c.pieces
+    PIECE: gl.constexpr = c.piece
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    if c.softcap is not None:
+        s = capped(s, factor, c)
+    if MASK:
+        s = masked(s, block, limit, c)
+    p, keep, add, peak, weight = softmax_exact(s, peak, weight, softmax_factor(factor, c), c)
+    hi, lo = half.split_pairs(p)
+    hi = half.to_operand(hi, gl.DotOperandLayout(0, OUT, 4))
+    lo = half.to_operand(lo, gl.DotOperandLayout(0, OUT, 4))
+    wait_full(v_full, v_step, c)
+    wait_full(k_full, k_step + 1, c)
+    v = v_tiles.index(v_step % c.stages)
+    nothing = gl.zeros([ROWS, PIECE], gl.float32, OUT)
+    out = ()
+    following = None
+    for i in gl.static_range(PIECES):
+        columns = v.slice(i * PIECE, PIECE, dim=0).permute((1, 0))
+        pv = warpgroup_mma(hi, columns, nothing, use_acc=False, is_async=True)
+        pv = warpgroup_mma(lo, columns, pv, is_async=True)
+        if i == 0:
+            following = start_scores(k_step + 1, q_terms, k_tiles, c)
+            pv = warpgroup_mma_wait(1, deps=[pv])
+        else:
+            pv = warpgroup_mma_wait(0, deps=[pv])
+        out = out + (o[i] * as_column(keep, OUT) + pv * as_column(add, OUT),)
+    s = warpgroup_mma_wait(0, deps=[following])
+    free(v_empty, v_step, c)
+    free(k_empty, k_step + 1, c)
+    return s, out, peak, weight
+
+
+@gluon.jit
+def step(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit, k_tiles, v_tiles, bars,
+         MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
+    """One block, of either precision."""
+    if c.exact:
+        return step_exact(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit,
+                          k_tiles, v_tiles, bars, MASK, c)  # fmt: skip
+    else:
+        return step_fast(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit,
+                         k_tiles, v_tiles, bars, MASK, c)  # fmt: skip
+
+
+@gluon.jit
+def no_output(c: gl.constexpr):
+    """The output before its first block: a tile, or its pieces."""
+    PIECE: gl.constexpr = c.piece
+    zero = gl.zeros([ROWS, PIECE], gl.float32, pipe.accumulator_layout(c.piece))
+    if c.exact:
+        if c.pieces == 1:
+            return (zero,)
+        elif c.pieces == 2:
+            return zero, zero
+        else:
+            return zero, zero, zero, zero
+    else:
+        return zero

@@ -1,0 +1,224 @@
+"""Where prefill's tiles come from: what the producer hands the consumers, and the producer itself.
+
+A tile is 128 packed rows (query row, query head) of one sequence; each of two consumers has 64 of them. Its record in
+shared memory is read again in the epilogue, so that nothing of it takes registers meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from . import _pipeline as pipe
+from ._results import head_scale
+from .prefill_plan import ENTRY
+
+ROWS = gl.constexpr(64)  # packed rows of a consumer
+ENTRY_INTS = gl.constexpr(ENTRY)
+
+# Fields of a record: integers
+BLOCKS = gl.constexpr(0)  # how many blocks of keys; -1: no more tiles
+TOP = gl.constexpr(1)  # the last of them
+LENGTH = gl.constexpr(2)  # tokens of the sequence
+SEEN = gl.constexpr(3)  # tokens that the first row sees
+HEAD = gl.constexpr(4)  # pack of query heads
+FIRST_ROW = gl.constexpr(5)
+END_ROW = gl.constexpr(6)
+PARTS = gl.constexpr(7)  # programs that share the tile
+SLOT = gl.constexpr(8)  # of this part
+COUNTER = gl.constexpr(9)  # of the item
+PART = gl.constexpr(10)
+# and fp32
+FACTOR = gl.constexpr(0)  # softmax scale times scale of keys
+V_SCALE = gl.constexpr(1)
+
+
+class Batch(NamedTuple):
+    """The sequences of a call."""
+
+    query_starts: Any
+    page_table: Any
+    table_row: int  # stride of page_table
+    num_pages: int
+    rows: int  # of the query
+    size: int  # sequences
+
+
+class Scales(NamedTuple):
+    """Scales of query and keys with their strides over heads."""
+
+    query: Any
+    query_head: int
+    keys: Any
+    keys_head: int
+
+
+@gluon.jit
+def put(record, count, field: gl.constexpr, value):
+    """Set a field of the record of tile number `count` of this program."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    record.index((count % 2) * 16 + field).store(gl.full([1], value, record.dtype, layout=layout))
+
+
+@gluon.jit
+def get(record, count, field: gl.constexpr):
+    """A field of the record of tile number `count` of this program."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(record.index((count % 2) * 16 + field).load(layout), axis=0)
+
+
+@gluon.jit
+def page_id(table, page, begin, end, num_pages, c: gl.constexpr):
+    """Id of a page of a sequence; -1, which TMA reads as zeros, where no token in [begin, end) is on it."""
+    used = (page * c.page + c.page > begin) & (page * c.page < end)
+    found = gl.load(table + page, mask=used, other=-1)
+    return gl.where((found >= 0) & (found < num_pages), found, -1)
+
+
+@gluon.jit
+def zero_tokens(v_words, stage, block, begin, end, c: gl.constexpr):
+    """Zero the bytes of V^T of a block's tokens outside [begin, end): 0 x NaN is NaN. By one warp."""
+    PAGES: gl.constexpr = c.pages
+    WORDS: gl.constexpr = c.page // 4  # of a row of V^T
+    STEP: gl.constexpr = 512 // c.page  # rows at a time
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // c.page, c.page // 16], [1, 1], [1, 0])
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))
+    for g in gl.static_range(PAGES):
+        first = block * c.block + g * c.page
+        if (first < begin) | (first + c.page > end):
+            token = first + word // 4 * 16 + word % 4 * 2  # a word holds tokens t, t+1, t+8, t+9
+            keep = gl.where((token >= begin) & (token < end), 0xFF, 0)
+            keep |= gl.where((token + 1 >= begin) & (token + 1 < end), 0xFF00, 0)
+            keep |= gl.where((token + 8 >= begin) & (token + 8 < end), 0xFF0000, 0)
+            keep |= gl.where((token + 9 >= begin) & (token + 9 < end), -0x1000000, 0)
+            for r in range(c.dim // STEP):
+                rows = v_words.index((stage * c.pages + g) * (c.dim // STEP) + r)
+                rows.store(rows.load(layout) & gl.expand_dims(keep, 0))
+
+
+@gluon.jit
+def start_values(v_desc, v_pages, table, block, begin, end, kv_head, num_pages, bar, stage, c: gl.constexpr):
+    """Start the copy of a block of V^T."""
+    PAGES: gl.constexpr = c.pages
+    mbarrier.expect(bar, c.block * c.dim)
+    for g in gl.static_range(PAGES):
+        page = page_id(table, block * c.pages + g, begin, end, num_pages, c)
+        pipe.copy_page(v_desc, v_pages, page, kv_head, bar, stage * c.pages + g, 0, 1)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, batch, schedule, scales, output, bars, q_in, k_pages, v_pages, record, c: gl.constexpr
+):
+    """Take items as long as there are any, and fill the rings with their query, keys and values."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    ints, floats = record
+    PAGES: gl.constexpr = c.pages
+    STEP: gl.constexpr = 512 // c.page
+    v_words = v_pages._reinterpret(gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
+                                   gl.NVMMASharedLayout(c.page, 32, 2))  # fmt: skip
+    programs = gl.num_programs(0)
+    total = gl.load(schedule.memory) * c.heads
+    item = gl.program_id(0)
+    count = item * 0
+    v_step = item * 0
+    landed = item * 0
+    while item < total:
+        entry = schedule.entries + item // c.heads * ENTRY_INTS
+        parts = gl.load(entry + 7)
+        if parts > 0:
+            head = item % c.heads
+            b = gl.load(entry)
+            first_row = gl.load(entry + 1)
+            end_row = gl.load(entry + 2)
+            length = gl.load(entry + 3)
+            seen = gl.load(entry + 4)
+            low = gl.load(entry + 5)
+            high = gl.load(entry + 6)
+            first_slot = gl.load(entry + 8)
+            part = gl.load(entry + 9)
+            cut = gl.load(entry + 10)
+            kv_head = head * c.pack // c.group
+            table = batch.page_table + b.to(gl.int64) * batch.table_row
+            k_scale = head_scale(scales.keys, kv_head, scales.keys_head)
+            v_scale = head_scale(output.v_scale, kv_head, output.v_scale_head)
+            mbarrier.wait(q_empty, (count & 1) ^ 1)
+            put(ints, count, BLOCKS, high - low)
+            put(ints, count, TOP, high - 1)
+            put(ints, count, LENGTH, length)
+            put(ints, count, SEEN, seen)
+            put(ints, count, HEAD, head)
+            put(ints, count, FIRST_ROW, first_row)
+            put(ints, count, END_ROW, gl.minimum(end_row, batch.rows))
+            put(ints, count, PARTS, parts)
+            put(ints, count, SLOT, (first_slot + part) * c.heads + head)
+            put(ints, count, COUNTER, cut * c.heads + head)
+            put(ints, count, PART, part)
+            put(floats, count, FACTOR, k_scale * c.softmax_scale)
+            put(floats, count, V_SCALE, v_scale)
+            mbarrier.expect(q_full, 2 * ROWS * c.dim * c.query_bits // 8)
+            for g in gl.static_range(2):
+                row = first_row + g * (ROWS // c.pack)
+                tma.async_copy_global_to_shared(q_desc, [row, head * c.pack, 0], q_full, q_in.index(g))
+            begin = length * 0
+            if c.window > 0:
+                begin = gl.maximum(seen - c.window, 0)
+            k_step = v_step + count
+            # One block of keys more, read by nobody, so that the consumers may always start the next product.
+            for i in range(high - low + 1):
+                block = gl.maximum(high - 1 - i, low)
+                ks = (k_step + i) % c.stages
+                vs = (v_step + i) % c.stages
+                mbarrier.wait(k_empty.index(ks), (((k_step + i) // c.stages) & 1) ^ 1)
+                mbarrier.expect(k_full.index(ks), c.block * c.dim)
+                for g in gl.static_range(PAGES):
+                    page = page_id(table, block * c.pages + g, begin, length, batch.num_pages, c)
+                    at = ks * (c.panels * c.pages) + g
+                    pipe.copy_page(k_desc, k_pages, page, kv_head, k_full.index(ks), at, c.pages, c.panels)
+                if i < high - low:
+                    partial = (block * c.block < begin) | (block * c.block + c.block > length)
+                    mbarrier.wait(v_empty.index(vs), (((v_step + i) // c.stages) & 1) ^ 1)
+                    if partial:
+                        start_values(
+                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, v_landed, vs, c
+                        )
+                        mbarrier.wait(v_landed, landed & 1)
+                        landed += 1
+                        zero_tokens(v_words, vs, block, begin, length, c)
+                        fence_async_shared()
+                        mbarrier.arrive(v_full.index(vs), count=1)
+                    else:
+                        full = v_full.index(vs)
+                        start_values(
+                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, full, vs, c
+                        )
+            v_step += high - low
+            count += 1
+        item = programs + gl.atomic_add(schedule.memory + 1, 1)
+    mbarrier.wait(q_empty, (count & 1) ^ 1)
+    put(ints, count, BLOCKS, -1)
+    mbarrier.arrive(q_full, count=1)
+    if gl.atomic_add(schedule.memory + 2, 1) == programs - 1:  # for the next layer
+        gl.store(schedule.memory + 1, 0)
+        gl.store(schedule.memory + 2, 0)
+    write_rows_of_no_sequence(batch, output, c)
+
+
+@gluon.jit
+def write_rows_of_no_sequence(batch, output, c: gl.constexpr):
+    """0 and -inf to the rows before the first sequence and after the last."""
+    DIM: gl.constexpr = c.dim
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    d = gl.arange(0, DIM, layout=layout)
+    begin = gl.load(batch.query_starts)
+    end = gl.load(batch.query_starts + batch.size)
+    for row in range(gl.program_id(0), batch.rows, gl.num_programs(0)):
+        if (row < begin) | (row >= end):
+            for head in range(c.heads * c.pack):
+                at = output.out + row.to(gl.int64) * output.row + head * output.head
+                gl.store(at + d * output.element, gl.zeros([DIM], gl.float32, layout).to(output.out.dtype.element_ty))
+                if c.lse:
+                    gl.store(output.lse + row.to(gl.int64) * output.lse_row + head * output.lse_head, -float("inf"))
