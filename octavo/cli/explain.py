@@ -16,6 +16,7 @@ from ..choose import Choice, choose, columns, layer_ranges
 from ..configs import load_config
 from ..device import Device
 from ..errors import InvalidInput, Unsupported
+from ..indexer_choose import IndexerChoice, choose_indexer
 from ..layouts import layout_reasons
 from ..models import LayerKind, Model, model_kinds
 from ..spec import LAYOUTS, AttentionSpec, one_of
@@ -65,17 +66,28 @@ def explain(
     fields["scale_granularity"] = None if scale_granularity == "auto" else scale_granularity
     shape = model_kinds(load_config(model), tp=tp, kv_dtype=kv_cache_dtype, name=model, **fields)
     plans = [plan(kind, on, layout, backend) for kind in shape.kinds]
+    indexer = indexer_plan(shape, on, backend)
     if as_json:
-        typer.echo(json.dumps(as_dict(shape, on, plans, memory), indent=2))
+        typer.echo(json.dumps(as_dict(shape, on, plans, memory, indexer), indent=2))
     else:
-        typer.echo("\n".join(lines(shape, on, plans, memory)))
-    if any(isinstance(p.outcome, Unsupported) for p in plans):
+        typer.echo("\n".join(lines(shape, on, plans, memory, indexer)))
+    if any(isinstance(outcome, Unsupported) for outcome in (indexer, *(p.outcome for p in plans))):
         raise typer.Exit(2)
 
 
 def _outcome(spec: AttentionSpec, device: Device, backend: str) -> Choice | Unsupported:
     try:
         return choose(spec, device, backend)
+    except Unsupported as refusal:
+        return refusal
+
+
+def indexer_plan(model: Model, device: Device, backend: str) -> IndexerChoice | Unsupported | None:
+    """The plan of the model's indexer, or why there is none; None for a model without one."""
+    if model.indexer is None:
+        return None
+    try:
+        return choose_indexer(model.indexer, device, backend)
     except Unsupported as refusal:
         return refusal
 
@@ -137,8 +149,19 @@ def cache_sizes(model: Model, plans: list[Plan], memory: float) -> dict[str, Any
     }
 
 
-def as_dict(model: Model, device: Device, plans: list[Plan], memory: float) -> dict[str, Any]:
+def as_dict(
+    model: Model,
+    device: Device,
+    plans: list[Plan],
+    memory: float,
+    indexer: IndexerChoice | Unsupported | None = None,
+) -> dict[str, Any]:
     """The answer for --json."""
+    index: dict[str, Any] | None = dataclasses.asdict(model.indexer) if model.indexer else None
+    if index is not None and isinstance(indexer, IndexerChoice):
+        index |= {"supported": True, **indexer.as_dict()}
+    elif index is not None and indexer is not None:
+        index |= {"supported": False, "reasons": list(indexer.reasons), "nearest": indexer.nearest}
     kinds = []
     for p in plans:
         entry = {
@@ -158,13 +181,19 @@ def as_dict(model: Model, device: Device, plans: list[Plan], memory: float) -> d
         "tp": model.tp,
         "device": dataclasses.asdict(device),
         "notes": list(model.notes),
-        "indexer": dataclasses.asdict(model.indexer) if model.indexer else None,
+        "indexer": index,
         "kinds": kinds,
         "cache": cache_sizes(model, plans, memory),
     }
 
 
-def lines(model: Model, device: Device, plans: list[Plan], memory: float) -> list[str]:
+def lines(
+    model: Model,
+    device: Device,
+    plans: list[Plan],
+    memory: float,
+    indexer: IndexerChoice | Unsupported | None = None,
+) -> list[str]:
     """The answer for people."""
     width = min(max(shutil.get_terminal_size((100, 24)).columns, 80), 100)
     ranks = f"one of {model.tp} ranks (tp {model.tp})" if model.tp > 1 else "one rank"
@@ -180,6 +209,11 @@ def lines(model: Model, device: Device, plans: list[Plan], memory: float) -> lis
             out += ["  " + line for line in p.outcome.plan_lines(width - 2)]
         else:
             out += _refusal(p.outcome, width)
+    if model.indexer is not None and indexer is not None:
+        spec = model.indexer
+        out += ["", _title(f"indexer: {spec.num_heads} heads of {spec.head_dim}, top {spec.top_k}, in every layer")]
+        shown = isinstance(indexer, IndexerChoice)
+        out += ["  " + line for line in indexer.plan_lines(width - 2)] if shown else _refusal(indexer, width)
     return out + ["", _title("cache on each rank"), *_size_lines(cache_sizes(model, plans, memory), width)]
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "calibrate": "Scales of an FP8 KV cache from real text, and what each costs.",
     "demo": "A small real model through the FP8 paged cache beside the 16-bit one.",
     "report": "Records as one page with figures and tables, and as Markdown.",
+    "serve": "An OpenAI-compatible server over an FP8 paged cache.",
     "warmup": "Compile what a model's plan needs, so that serving compiles nothing.",
 }
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import InvalidInput
-from ._pages import PagePool, Sequences
+from ._pages import PagePool, Sequences, Step
 
 KEYWORD = "octavo_layer"
 
@@ -98,6 +98,12 @@ class PagedKVCache(Cache):
     def pool(self) -> PagePool:
         """The pages of the model."""
         return self.sequences.pool
+
+    def begin(self, step: Step) -> None:
+        """The next forward pass is `step`, of sequences that are not this object's; see `Handle.begin`."""
+        self.sequences.current, self.sequences.columns = step, step.columns
+        for layer in self._paged:
+            layer.columns, layer.pending = 0, None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i continues what row beam_idx[i] holds."""

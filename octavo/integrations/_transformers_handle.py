@@ -29,6 +29,7 @@ class Handle:
         specs: of each layer. choices: the plan of each kind. pool: the pages.
         record_error: measure what the format costs; `stats` tells.
         windowed: whether any layer has a window.
+        keyword: the argument that the model's forward takes a cache by.
         hooks, stock_attention, model: what `disable` needs.
         handed: layers whose update had no keyword dict to reach the attention function by.
         lock, holder: held during a forward pass, and by which thread.
@@ -40,6 +41,7 @@ class Handle:
         self.specs, self.choices, self.pool = specs, choices, pool
         self.record_error = False
         self.errors = [CacheError() for _ in specs]
+        self.keyword = ""
         self.hooks: list[Any] = []
         self.stock_attention = ""
         self.model: Callable[[], Any] = lambda: None
@@ -75,6 +77,11 @@ class Handle:
         squared value), k_saturated, v_saturated (elements beyond the format's range), k_amax, v_amax, tokens."""
         return {layer: error.as_dict() for layer, error in enumerate(self.errors)}
 
+    @property
+    def head_stats(self) -> dict[int, dict[str, list[float]]]:
+        """`stats` by layer and head, without tokens: each name has a list of Hk numbers."""
+        return {layer: error.by_head() for layer, error in enumerate(self.errors)}
+
     def reset_stats(self) -> None:
         """Start `stats` anew."""
         self.errors = [CacheError() for _ in self.specs]
@@ -84,6 +91,20 @@ class Handle:
         from ._transformers_cache import PagedKVCache
 
         return PagedKVCache(self.pool, self.windowed, self.handed)
+
+    def begin(self, cache: PagedKVCache, step: Step, num_decodes: int) -> None:
+        """The next forward pass with `cache` is one row [1, T] that holds the T new tokens of several sequences.
+
+        step: whose tokens, and where they go; its pages are the caller's business, as are the positions that forward is
+        given. num_decodes: its first so many sequences have one new token. Nothing of `cache` lasts beyond the pass.
+        """
+        cache.begin(step)
+        self._plan(step, num_decodes)
+
+    def reserve(self, max_batch: int, max_query_tokens: int, max_context: int) -> None:
+        """Make the attention buffers for batches up to these bounds now, so that they stay where they are."""
+        for spec in self.choices:
+            self._attention(spec, max_batch, max_query_tokens, max_context)
 
     def attend(
         self, layer: PagedLayer, module: Any, query: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
@@ -117,7 +138,8 @@ class Handle:
         sequences = layer.sequences
         if layer.columns < sequences.columns:
             step = sequences.current
-            if step is None or step.columns != layer.columns + columns or len(step.counts) != batch:
+            joins = step is not None and step.columns == layer.columns + columns
+            if step is None or not joins or step.slots.shape[0] != batch * columns:
                 raise InvalidInput("a forward pass must reach every layer: an earlier one broke off; use a new cache")
             return step
         valid = earlier = None
@@ -125,15 +147,19 @@ class Handle:
             valid = mask[:, -columns:].cpu()
             earlier = mask[:, :-columns].sum(1).tolist()
         step = sequences.advance(batch, columns, valid, earlier)
+        self._plan(step, num_decodes=batch if columns == 1 else 0)
+        return step
+
+    def _plan(self, step: Step, num_decodes: int) -> None:
+        batch, rows = step.seq_lens.shape[0], step.slots.shape[0]
         for spec in self.choices:
-            self._attention(spec, batch, batch * columns, step.page_table.shape[1] * spec.page_size).plan(
+            self._attention(spec, batch, rows, step.page_table.shape[1] * spec.page_size).plan(
                 step.seq_lens,
                 step.page_table,
                 step.query_starts,
-                num_decodes=batch if columns == 1 else 0,
+                num_decodes=num_decodes,
                 max_query_len=max(step.counts),
             )
-        return step
 
     def _attention(self, spec: AttentionSpec, batch: int, rows: int, context: int) -> Attention:
         """The kind's Attention, made anew with doubled bounds where a batch outgrows it."""

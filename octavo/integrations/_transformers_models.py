@@ -39,6 +39,18 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which part of every layer's heads this process holds under transformers' tensor parallel plan."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, heads: torch.Tensor) -> torch.Tensor:
+        """Its part of something with one entry for each head of the whole model; a single number is everyone's."""
+        return heads.chunk(self.size)[self.rank].clone() if heads.dim() else heads
+
+
+@dataclass(frozen=True)
 class Attending:
     """The text decoder of a model and its attention modules in the order of their layers."""
 
@@ -48,6 +60,7 @@ class Attending:
     modules: list[Any]
     device: torch.device
     dtype: torch.dtype
+    shard: Shard
 
 
 def attending(model: Any) -> Attending:
@@ -74,24 +87,51 @@ def attending(model: Any) -> Attending:
     if reasons:
         raise Unsupported(f"this {kind} model", reasons)
     weight = modules[0].o_proj.weight
+    shard = _shard(weight)
+    if shard.size > 1:
+        _refuse_tensor_parallel(kind, family, config, shard.size)
     dtype = weight.dtype if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else model.dtype
-    return Attending(decoder, config, family, modules, weight.device, dtype)
+    return Attending(decoder, config, family, modules, weight.device, dtype, shard)
+
+
+def _shard(weight: Any) -> Shard:
+    """How the output projection [hidden, heads * dim] is divided: by its second dimension, or not at all."""
+    if not hasattr(weight, "to_local"):
+        return Shard()
+    size = weight.shape[1] // weight.to_local().shape[1]
+    if size == 1:
+        return Shard()
+    mesh_dim = next(dim for dim, placement in enumerate(weight.placements) if placement.is_shard(1))
+    return Shard(weight.device_mesh.get_local_rank(mesh_dim), size)
+
+
+def _refuse_tensor_parallel(kind: str, family: Family, config: Any, size: int) -> None:
+    """Raise Unsupported where the ranks' shares of the heads would not be what each layer attends with."""
+    reasons = []
+    if family.mla or family.sinks:
+        plain = ", ".join(name for name, other in FAMILIES.items() if not (other.mla or other.sinks))
+        reasons.append(f"tensor parallel needs one of {plain}; the model type is {kind}")
+    if config.num_key_value_heads % size:
+        reasons.append(f"each rank must hold whole KV heads; there are {config.num_key_value_heads} for {size} ranks")
+    if reasons:
+        raise Unsupported(f"this {kind} model on {size} ranks", reasons)
 
 
 def layer_specs(
-    found: Attending, kv_dtype: str, page_size: int, layout: str | None, granularity: str
+    found: Attending, kv_dtype: str, page_size: int, layout: str | None, granularity: str, precision: str = "fast"
 ) -> list[AttentionSpec]:
     """The spec of each layer; layout None is leaf where it can hold the spec, else nhd."""
     specs = []
     for module in found.modules:
         spec = AttentionSpec(
-            **_heads(module, found.config, found.family),
+            **_heads(module, found),
             query_dtype=dtype_name(found.dtype),
             kv_dtype=kv_dtype,
             out_dtype=dtype_name(found.dtype),
             page_size=page_size,
             layout=layout or "leaf",
             scale_granularity=granularity,
+            precision=precision,
             softmax_scale=float(module.scaling),
             window=found.family.window(module, found.config),
             sinks=found.family.sinks,
@@ -101,8 +141,8 @@ def layer_specs(
     return specs
 
 
-def _heads(module: Any, config: Any, family: Family) -> dict[str, Any]:
-    if family.mla:
+def _heads(module: Any, found: Attending) -> dict[str, Any]:
+    if found.family.mla:
         latent = module.kv_lora_rank
         return {
             "num_q_heads": module.num_heads,
@@ -111,7 +151,7 @@ def _heads(module: Any, config: Any, family: Family) -> dict[str, Any]:
             "head_dim_v": latent,
             "mla": True,
         }
-    heads = config.num_attention_heads
+    heads = found.config.num_attention_heads // found.shard.size
     return {"num_q_heads": heads, "num_kv_heads": heads // module.num_key_value_groups, "head_dim": module.head_dim}
 
 

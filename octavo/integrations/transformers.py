@@ -27,12 +27,23 @@ from ..spec import AttentionSpec, dtype_name
 from . import _checkpoint_scales as checkpoint
 from ._pages import PagePool
 from ._transformers_handle import Handle
-from ._transformers_models import FAMILIES, attending, layer_specs
+from ._transformers_indexer import INDEXED, IndexerHandle, disable_indexer, enable_indexer
+from ._transformers_models import FAMILIES, Attending, attending, layer_specs
 
 if TYPE_CHECKING:
     from ._transformers_cache import PagedKVCache, PagedLayer
 
-__all__ = ["FAMILIES", "TESTED", "Handle", "disable", "enable"]
+__all__ = [
+    "FAMILIES",
+    "INDEXED",
+    "TESTED",
+    "Handle",
+    "IndexerHandle",
+    "disable",
+    "disable_indexer",
+    "enable",
+    "enable_indexer",
+]
 
 TESTED = ("5.17", "5.24")  # first and last transformers whose private parts were tried
 NAME = "octavo"  # in the two interfaces
@@ -51,6 +62,7 @@ def enable(
     v_scale: Any = None,
     backend: str | None = None,
     num_pages: int | None = None,
+    precision: str = "fast",
 ) -> Handle:
     """Make `model` keep its keys and values in octavo's pages and attend over them, until `disable`.
 
@@ -63,6 +75,7 @@ def enable(
         1.0. An MLA cache has k_scale alone.
     backend: one of octavo's backends, which then runs or is refused; None: the first that may.
     num_pages: pages of each layer, fixed; None: the pool doubles when it is full.
+    precision: of prefill: fast (an e4m3 query and P where the device multiplies them) or exact (as bf16 attention).
 
     Raises Unsupported for a model, dtype or scale that cannot be followed, and InvalidInput for bad scales.
     """
@@ -78,9 +91,9 @@ def enable(
     scales = checkpoint.read(folder, model.config, kv_heads, asked)
     kv_dtype = checkpoint.choose_dtype(asked, dtype_name(found.dtype), scales, explicit)
     granularity = scale_granularity or ("head" if _has_heads(k_scale, v_scale) else scales.granularity)
-    specs = layer_specs(found, kv_dtype, page_size, layout, granularity)
+    specs = layer_specs(found, kv_dtype, page_size, layout, granularity, precision)
     choices = {spec: choose(spec, found.device, backend) for spec in dict.fromkeys(specs)}
-    make = _cache_maker(specs, found.device, (k_scale, v_scale), scales)
+    make = _cache_maker(specs, found, (k_scale, v_scale), scales)
     handle = Handle(specs, choices, PagePool(make, len(specs), num_pages), backend)
     disable(model)  # only now: a refused enable leaves an earlier one as it is
     _hook(model, found, handle)
@@ -117,7 +130,7 @@ def _hook(model: Any, found: Any, handle: Handle) -> None:
     _handles[found.decoder] = handle
     for layer, module in enumerate(found.modules):
         _layers[module] = (handle, layer)
-    keyword = _make_generate_use(model, found.decoder, handle)
+    handle.keyword = keyword = _make_generate_use(model, found.decoder, handle)
 
     def before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         checked = _check_forward(handle, keyword, decoder, args, kwargs)
@@ -295,19 +308,24 @@ def attention_forward(
 
 
 def _cache_maker(
-    specs: list[AttentionSpec], device: Any, given: tuple[Any, Any], found: checkpoint.CheckpointScales
+    specs: list[AttentionSpec], attending: Attending, given: tuple[Any, Any], found: checkpoint.CheckpointScales
 ) -> Callable[[int, int], PagedCache]:
-    """make(layer, num_pages) -> PagedCache with that layer's scales; the scales are checked now."""
-    first = specs[0]
+    """make(layer, num_pages) -> PagedCache with that layer's scales; the scales are checked now.
+
+    Scales per head are the whole model's; of them each rank of a tensor parallel model keeps its heads'.
+    """
+    first, device = specs[0], attending.device  # make must not hold the model, which holds the caches it makes
     scales: list[list[Any]] = [[None] * len(specs), [None] * len(specs)]
     if first.mla and given[1] is not None:
         raise InvalidInput("an MLA cache has one scale: v_scale must be None", given[1])
     if first.fp8 and first.scale_granularity != "token_head":
-        shape = () if first.scale_granularity == "tensor" else (first.num_kv_heads,)
+        heads = first.num_kv_heads * attending.shard.size
+        shape = () if first.scale_granularity == "tensor" else (heads,)
         expected = found.declares or any(scale is not None for scale in given)
         for which, (name, read) in enumerate((("k_scale", found.k), ("v_scale", found.v))):
             if not (first.mla and name == "v_scale"):  # a latent has one scale
-                scales[which] = checkpoint.per_layer(name, given[which], read, len(specs), shape, expected=expected)
+                whole = checkpoint.per_layer(name, given[which], read, len(specs), shape, expected=expected)
+                scales[which] = [attending.shard.of(scale) for scale in whole]
 
     def make(layer: int, num_pages: int) -> PagedCache:
         # The pages outlive an inference_mode block, so they must not be inference tensors.
