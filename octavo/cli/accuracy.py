@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ def accuracy(
         typer.Option(help="Tokens of the retrieval prompts, with commas; 0 for none; else up to the model's."),
     ] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Pass keys a context; 10 unless told.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, with commas, if it is installed.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each lm-eval task; all unless told.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path, typer.Option(help="Where the figures go, as JSON; octavo report reads it.")] = Path(
         "accuracy.json"
@@ -78,7 +81,7 @@ def accuracy(
     )
     asked = {"kv_dtypes": kv_cache_dtype, "granularities": scale_granularity, "precisions": precision}
     try:
-        results = _run(model, data, asked, scales, size, (device, out), progress)
+        results = _run(model, data, asked, scales, size, (tasks, limit), (device, out), progress)
     except KeyboardInterrupt:
         progress.print(f"octavo: interrupted; {out} was not written")
         raise typer.Exit(130) from None
@@ -96,6 +99,7 @@ def _run(
     asked: dict[str, str],
     scales: str,
     size: Size,
+    asked_tasks: tuple[str | None, int | None],
     where: tuple[str, Path],
     progress: Any,
 ) -> dict[str, Any]:
@@ -109,6 +113,9 @@ def _run(
     started = time.perf_counter()
     # All that can be refused without a model is refused first.
     load.require(PACKAGES, EXTRAS)
+    tasks = [] if asked_tasks[0] is None else [task.strip() for task in asked_tasks[0].split(",") if task.strip()]
+    if tasks and importlib.util.find_spec("lm_eval") is None:
+        raise InvalidInput("--tasks needs lm-eval, which is not installed: pip install lm-eval")
     device, out = where
     on = target_device(device)
     chosen = _choices(asked, on.type)
@@ -143,6 +150,11 @@ def _run(
         results |= subject.text(text, advance=advance)
     with bar(progress, "Looking for pass keys", sides * sum(contexts) * size.trials) as advance:
         results["retrieval"] = subject.retrieval(contexts, size.trials, advance)
+    if tasks:
+        from ..quality.harness import evaluate
+
+        progress.print(f"lm-eval: {', '.join(tasks)}")
+        results["lm_eval"] = evaluate(subject.sides(), loaded.tokenizer, tasks, asked_tasks[1])
     results["seconds"] = round(time.perf_counter() - started, 1)
     report.write(out, json.dumps(results, indent=1) + "\n")
     return results

@@ -26,6 +26,8 @@ def show(results: dict[str, Any], out: Path) -> None:
     if results["retrieval"]:
         console.print(_retrieval(results))
     console.print(_heads(results))
+    for task, sides in results.get("lm_eval", {}).items():
+        console.print(_task(task, sides))
     console.print(Text(f"wrote {out} in {results['seconds']} s"))
 
 
@@ -86,4 +88,21 @@ def _heads(results: dict[str, Any]) -> Table:
         ]
         worst = ", ".join(f"{where} {error:.2%}" for error, where in sorted(heads, reverse=True)[:WORST])
         table.add_row(name, f"{min(errors):.2%} to {max(errors):.2%}", f"{beyond:,}", worst)
+    return table
+
+
+def _task(task: str, sides: dict[str, Any]) -> Table:
+    """One task of lm-eval: a row a side, a column a metric, with its standard error."""
+    metrics = list(dict.fromkeys(name for found in sides.values() for name in found))
+    table = Table(title=Text(f"lm-eval: {task}"), title_justify="left")
+    table.add_column("cache", no_wrap=True)
+    for name in metrics:
+        table.add_column(Text(name), justify="right")
+    for side, found in sides.items():
+        cells = []
+        for name in metrics:
+            estimate = found.get(name, {"value": float("nan"), "stderr": None})
+            error = "" if estimate["stderr"] is None else f" ± {estimate['stderr']:.4f}"
+            cells.append(f"{estimate['value']:.4f}{error}")
+        table.add_row(side, *cells)
     return table
