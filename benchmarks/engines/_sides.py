@@ -1,0 +1,133 @@
+"""Sides of a comparison of engines: processes with their logs and results, of which one at a time may have the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHUTDOWN_S = 10
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "torch_dtype": "bfloat16",
+}
+PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "List three prime numbers.",
+    "Explain what a Python list is in two sentences.",
+)
+
+
+def path(work: Path, side: str, kind: str) -> Path:
+    """A file of a side: log, json (its result), ready, go."""
+    return work / f"{side.replace(':', '-')}.{kind}"
+
+
+def run_group(
+    group: Sequence[str], start: Callable[[str], subprocess.Popen[bytes]], work: Path, deadline: float, in_turn: bool
+) -> None:
+    """Start the sides together and see them through; in_turn: when all are set up, each has the GPU for itself."""
+    running = {side: start(side) for side in group}
+
+    def settled(side: str) -> bool:
+        return running[side].poll() is not None
+
+    try:
+        if in_turn:
+            wait(lambda: all(settled(side) or path(work, side, "ready").exists() for side in group), deadline)
+            for side in group:
+                path(work, side, "go").touch()
+                wait(lambda side=side: settled(side), deadline)
+        wait(lambda: all(settled(side) for side in group), deadline)
+    finally:
+        for process in running.values():
+            stop(process)
+
+
+def take_turn(work: Path, side: str) -> None:
+    """Of a side: say that it is set up, and wait until it alone has the GPU."""
+    path(work, side, "ready").touch()
+    while not path(work, side, "go").exists():
+        time.sleep(0.05)
+
+
+def launch(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process group of its own that writes to `log`."""
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def plugin_folder(work: Path, group: str, entry: str) -> Path:
+    """Metadata with octavo's entry point, by which an engine finds a checkout that is not installed."""
+    info = work / "plugin" / "octavo-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\noctavo = {entry}\n")
+    return info.parent
+
+
+def python_path(*folders: Path | None) -> str:
+    """PYTHONPATH of a side: the folders, the checkout, and what there was."""
+    found = [str(f) for f in (*folders, ROOT) if f is not None]
+    return os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")])
+
+
+def wait(over: Callable[[], bool], deadline: float) -> None:
+    """Until `over()` or the deadline."""
+    while not over() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a side and its engine's processes: its own process group and nothing else."""
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, ending)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SHUTDOWN_S)
+
+
+def leave(work: Path, side: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Of a side: measure, leave the result or the error as a file, and end."""
+    try:
+        found = measure()
+    except BaseException as error:  # the engine's own exits too: they are this side's result
+        path(work, side, "json").write_text(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}))
+        raise
+    path(work, side, "json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def result(work: Path, side: str) -> dict[str, Any]:
+    """What a side found, or why it did not: its error and the telling lines of its log."""
+    found = json.loads(path(work, side, "json").read_text()) if path(work, side, "json").exists() else {}
+    if found and "error" not in found:
+        return found
+    log = path(work, side, "log")
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else ["it was not started"]
+    causes = [line for line in lines if "Error" in line or "needs " in line]
+    return {"error": " | ".join([found.get("error", "no result"), *causes[:4], *lines[-2:]])[:1500]}
