@@ -20,9 +20,9 @@ PHASES = ("prefill", "decode")
 # Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
 # of it is what keeps a plan from saying yes to a kernel that is only planned.
 WRITTEN: dict[str, frozenset[str]] = {
-    "gluon": frozenset({"decode", "plan"}),
-    "triton": frozenset({"append", "prefill", "decode", "merge_states"}),
-    "reference": frozenset({"prefill", "decode", "append", "merge_states"}),
+    "gluon": frozenset({"prefill", "prefill_plan", "decode", "plan"}),
+    "triton": frozenset({"append", "prefill", "decode", "merge_states", "index_append", "mqa_logits", "topk"}),
+    "reference": frozenset({"prefill", "decode", "append", "merge_states", "index_append", "mqa_logits", "topk"}),
 }
 
 
@@ -39,16 +39,16 @@ class Rule:
     """
 
     needs: str
-    holds: Callable[[AttentionSpec, Device, str], bool]
-    found: Callable[[AttentionSpec, Device, str], str | list[str]]
-    nearest: Callable[[AttentionSpec], dict[str, Any]] | None = None
+    holds: Callable[[Any, Device, str], bool]
+    found: Callable[[Any, Device, str], str | list[str]]
+    nearest: Callable[[Any], dict[str, Any]] | None = None
     phases: tuple[str, ...] = PHASES
 
-    def broken(self, spec: AttentionSpec, device: Device, phase: str) -> bool:
+    def broken(self, spec: Any, device: Device, phase: str) -> bool:
         """Whether it is a rule of this phase and does not hold."""
         return phase in self.phases and not self.holds(spec, device, phase)
 
-    def reasons(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[str, ...]:
+    def reasons(self, spec: Any, device: Device, phase: str) -> tuple[str, ...]:
         """Why it is broken, in words with the value found; empty if it holds."""
         if not self.broken(spec, device, phase):
             return ()
@@ -68,7 +68,8 @@ class Backend:
         graphs: whether its launches can be captured in a CUDA graph.
         compute_query_dtype: (spec, device, phase) -> what is multiplied in place of the query.
         workspace_bytes: (spec, device, max_batch, max_query_tokens, max_context) -> bytes.
-        schedule_ints: (spec, device, max_batch) -> int32 that its plan writes; None: it has no plan.
+        schedule_ints: (spec, device, phase, max_batch, max_query_tokens) -> int32 that its plan of the phase writes;
+            None: it has no plan.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Backend:
     graphs: bool
     compute_query_dtype: Callable[[AttentionSpec, Device, str], str]
     workspace_bytes: Callable[[AttentionSpec, Device, int, int, int], int]
-    schedule_ints: Callable[[AttentionSpec, Device, int], int] | None = None
+    schedule_ints: Callable[[AttentionSpec, Device, str, int, int], int] | None = None
 
     def broken(self, spec: AttentionSpec, device: Device, phase: str) -> tuple[Rule, ...]:
         """Every rule that does not hold."""
@@ -200,6 +201,19 @@ def _gluon_query(spec: AttentionSpec, device: Device, phase: str) -> str:
     return "fp8_e4m3" if one_term else "fp8_e4m3 x2"
 
 
+def _gluon_workspace_bytes(spec: AttentionSpec, device: Device, *bounds: int) -> int:
+    return max(
+        tuning.hopper_workspace_bytes(spec, device, *bounds),
+        tuning.hopper_prefill_workspace_bytes(spec, device, *bounds),
+    )
+
+
+def _gluon_schedule_ints(spec: AttentionSpec, device: Device, phase: str, max_batch: int, max_query_tokens: int) -> int:
+    if phase == "decode":
+        return tuning.hopper_schedule_ints(spec, device, max_batch)
+    return tuning.hopper_prefill_schedule_ints(spec, device, max_batch, max_query_tokens)
+
+
 BACKENDS = (
     Backend(
         name="gluon",
@@ -207,8 +221,8 @@ BACKENDS = (
         module="octavo.kernels.gluon",
         graphs=True,
         compute_query_dtype=_gluon_query,
-        workspace_bytes=tuning.hopper_workspace_bytes,
-        schedule_ints=tuning.hopper_schedule_ints,
+        workspace_bytes=_gluon_workspace_bytes,
+        schedule_ints=_gluon_schedule_ints,
         rules=(
             architecture(("sm_90",), "Hopper (sm_90)"),
             TRITON_VERSION,

@@ -3,8 +3,8 @@
     logits[i, t] = k_scale[t] * sum_h relu(q[i, h] . k[t]) * weights[i, h]
 
 The query is given as e4m3. Its scale and the model's constants belong in the weights: `fold_query_scale`. The rows of
-one step go through append, paged_mqa_logits, topk_indices and token_slots. The last three read nothing on the host of
-a GPU; the reference's append does, as it selects the live rows first.
+one step go through append, paged_mqa_logits, topk_indices and token_slots. None of them reads anything on the host of
+a GPU, but for the reference's append, which selects the live rows first.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from . import indexer_ops as ops
 from .device import torch_device
-from .errors import InvalidInput, Unsupported
+from .errors import InvalidInput
 from .formats import FORMATS, dequantise
+from .indexer_backends import INDEXER_BY_NAME
 from .indexer_calls import SCALE_BYTES, IndexBytes
 from .reference.index_append import decode_scale
 from .reference.mqa_logits import row_lengths
 from .spec import dtype_name, one_of, positive
 
 SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
-_BACKENDS = ("reference", "triton", "gluon")
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -96,7 +96,7 @@ class IndexerCache:
         if k.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise InvalidInput("k must be bfloat16, float16 or float32", _told(k))
         _same_device(self.device, k=k, slots=slots)
-        ops.index_append(k, slots, self.pages, self.counters, self.scale_format, _backend("index_append", backend))
+        ops.index_append(k, slots, self.pages, self.counters, self.scale_format, _backend(backend))
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> torch.Tensor:
         """The first n keys of the sequence whose page ids are page_table_row [max pages]: fp32 [n, D], dequantised."""
@@ -146,10 +146,10 @@ def paged_mqa_logits(
         page_table: int32 [>= B, max pages]; beyond a sequence's pages it may hold anything. A token whose page id is
             not in the pool has logit -inf.
         max_context: columns of the result; lengths beyond it, or beyond the page table, end there.
-        plan: the schedule of a backend that has one; the reference has none.
+        plan: the schedule of a backend that has one; none needs it.
         out: fp32 or bf16 [B * n, >= max_context] to write into; None allocates.
         fill: written beyond each row's length; None leaves `out` alone there (unset memory where it is allocated).
-        backend: reference; None chooses.
+        backend: gluon, triton or reference, which then runs or is refused; None: the first that may.
     """
     if q.dim() != 4:
         raise InvalidInput("q must be e4m3 [B, n, H, D]", _told(q))
@@ -164,10 +164,11 @@ def paged_mqa_logits(
     if max_context < 1:
         raise InvalidInput("max_context must be positive", max_context)
     _same_device(index.device, q=q, weights=weights, seq_lens=seq_lens, page_table=page_table)
-    backend = _backend("mqa_logits", backend)
+    backend = _backend(backend)
     out = _output(out, batch * n, max_context, q.device)
+    scale_format = index.scale_format
     ops.paged_mqa_logits(
-        q, index.pages, weights, seq_lens, page_table, out, max_context, fill, index.scale_format, backend
+        q, index.pages, weights, seq_lens, page_table, plan, out, max_context, fill, scale_format, backend
     )
     return out
 
@@ -231,7 +232,7 @@ def mqa_logits(
             are dropped. Without `out` the longest range is read on the host, which waits for a GPU.
         max_bytes: give the logits a few rows at a time: the result is an iterator of (rows, logits), `logits` being
             those of q[rows] in one buffer of at most so many bytes that the next step overwrites.
-        backend: reference; None chooses.
+        backend: gluon, triton or reference, which then runs or is refused; None: the first that may.
     """
     if q.dim() != 3:
         raise InvalidInput("q must be e4m3 [S, H, D]", _told(q))
@@ -245,7 +246,7 @@ def mqa_logits(
         if tuple(t.shape) != (rows,) or t.dtype != torch.int32:
             raise InvalidInput(f"{name} must be int32 [{rows}]", _told(t))
     _same_device(q.device, k=k, k_scale=k_scale, weights=weights, starts=starts, ends=ends)
-    backend = _backend("mqa_logits", backend)
+    backend = _backend(backend)
     width = _width(k.shape[0], starts, ends, out) if compressed else k.shape[0]
     if max_bytes is None:
         out = _output(out, rows, width, q.device)
@@ -295,7 +296,7 @@ def topk_indices(
     elif tuple(out.shape) != (rows, k) or out.dtype != torch.int32:
         raise InvalidInput(f"out must be int32 [{rows}, {k}]", _told(out))
     _same_device(logits.device, lens=lens, out=out)
-    ops.topk_indices(logits, lens.reshape(rows), out, _backend("topk", backend))
+    ops.topk_indices(logits, lens.reshape(rows), out, _backend(backend))
     return out
 
 
@@ -320,15 +321,11 @@ def visible_lengths(seq_lens: torch.Tensor, n: int) -> torch.Tensor:
     return row_lengths(seq_lens, n).flatten().to(torch.int32)
 
 
-def _backend(file: str, name: str | None) -> str:
-    """The backend that runs `file`: the named one, or the only one there is."""
-    if name is None:
-        return "reference"
-    one_of("backend", name, _BACKENDS)
-    if name != "reference":
-        raise Unsupported(
-            f"backend {name} cannot run {file}", [f"{name} has no {file} kernel yet"], "backend='reference'"
-        )
+def _backend(name: str | None) -> str:
+    """What the ops take: "auto", or a name that there is."""
+    if name is None or name == "auto":
+        return "auto"
+    one_of("backend", name, tuple(INDEXER_BY_NAME))
     return name
 
 

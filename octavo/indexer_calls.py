@@ -74,6 +74,7 @@ class PagedLogitsCall:
         max_context: columns that may be written.
         out: [B * n, >= max_context], fp32 or bf16.
         fill: written to every column below max_context that a row does not see; None leaves them alone.
+        schedule: int32, what a backend's plan wrote for this step; None: it has none.
     """
 
     q: torch.Tensor
@@ -84,6 +85,7 @@ class PagedLogitsCall:
     max_context: int
     out: torch.Tensor
     fill: float | None
+    schedule: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

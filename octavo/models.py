@@ -193,6 +193,7 @@ def _indexer(text: Config, page_size: int, max_query_len: int) -> IndexerSpec | 
         page_size=page_size,
         scale_format="pow2" if pow2 else "fp32",
         max_query_len=max_query_len,
+        top_k=integer(text, "index_topk") if text.get("index_topk") else 2048,
     )
 
 

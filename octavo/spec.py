@@ -221,6 +221,9 @@ class IndexerSpec:
         page_size: tokens a page of the index cache.
         scale_format: fp32 (amax / 448), pow2 (that, rounded up to a power of two) or ue8m0 (pow2 as one byte).
         max_query_len: most query rows a sequence has (next_n).
+        top_k: tokens that are chosen a query row.
+        out_dtype: of the logits, float32 or bfloat16.
+        page_alignment: bytes, a power of two, that divide the cache's address and its page stride; 16 stands for more.
     """
 
     num_heads: int = 64
@@ -228,8 +231,12 @@ class IndexerSpec:
     page_size: int = 64
     scale_format: str = "fp32"
     max_query_len: int = 1
+    top_k: int = 2048
+    out_dtype: str = "float32"
+    page_alignment: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "page_size", "max_query_len"):
+        for name in ("num_heads", "head_dim", "page_size", "max_query_len", "top_k", "page_alignment"):
             positive(name, getattr(self, name))
         one_of("scale_format", self.scale_format, ("fp32", "pow2", "ue8m0"))
+        one_of("out_dtype", self.out_dtype, ("float32", "bfloat16"))

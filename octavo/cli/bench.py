@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .progress import bar
+from .progress import bar, is_number
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
@@ -28,6 +28,11 @@ def bench(
     context: Annotated[str | None, typer.Option(help="Their tokens, and tokens of a prompt, with commas.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8_e4m3, fp8_e5m2, bfloat16, with commas.")] = None,
     ops: Annotated[str | None, typer.Option(help="decode, verify, prefill, append, with commas.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="vllm or sglang: steps of the whole engine; these alone where nothing is selected."),
+    ] = None,
+    site: Annotated[Path | None, typer.Option(help="A folder with the engine's packages.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seconds: Annotated[float, typer.Option(min=0.001, help="Seconds that a cell is repeated for.")] = 0.1,
     as_json: Annotated[bool, typer.Option("--json", help="Each new record as a line on stdout.")] = False,
@@ -35,9 +40,11 @@ def bench(
     """Measure decode, verify, prefill and append at the shapes of models: accuracy on sampled rows, then time.
 
     Every record is flushed: interrupt it (exit code 130) and run it again to go on. Without a GPU the reference runs
-    tiny cases, which shows that it works, not how fast octavo is. Exit code 1 if a result of octavo's is wrong.
+    tiny cases, which shows that it works, not how fast octavo is. Exit code 1 if a result of ours is wrong or fails.
     """
     from rich.console import Console
+
+    from ..bench.engines import steps
 
     progress = Console(stderr=True, highlight=False)
     asked = {
@@ -48,6 +55,11 @@ def bench(
         "kv_dtypes": _words(kv_cache_dtype),
         "ops": _words(ops),
     }
+    if engine is not None:
+        steps.check(engine, site)
+        if not matrix and not any(asked.values()):
+            steps.measure(engine, out, site)
+            return
     run = _Run(out, asked, matrix, peers, device, seconds, progress)
     wrong = 0
     try:
@@ -61,8 +73,10 @@ def bench(
         progress.print(f"octavo: interrupted; {run.done} of {run.total} cells are in {out}, run it again to go on")
         raise typer.Exit(130) from None
     progress.print(f"{run.done} of {run.total} cells are in {out}")
+    if engine is not None:
+        steps.measure(engine, out, site)
     if wrong:
-        progress.print(f"octavo: {wrong} results of octavo's are wrong")
+        progress.print(f"octavo: {wrong} results of octavo's are wrong or failed")
         raise typer.Exit(1)
 
 
@@ -94,15 +108,17 @@ class _Run:
             given["prompts"] = given["contexts"]
         if "kv_dtypes" in given:
             given["kv_dtypes"] = tuple(dtype_name(name) for name in given["kv_dtypes"])
-        if on_cpu and matrix and not given:
-            progress.print(
-                "no GPU here: the reference on tiny cases, which shows that it works, not how fast octavo is"
-            )
         selection = replace(chosen, **given)
         memory = None if on_cpu else facts.memory_gb * 1e9
         tokens = cells.TINY_TOKENS if on_cpu else cells.PREFILL_TOKENS
         self.cells = [(case, cells.backends_of(case, facts, peers)) for case in cells.cases(selection, memory, tokens)]
         self.total = sum(len(backends) for _, backends in self.cells)
+        if not self.total:
+            raise InvalidInput(
+                "there must be something to measure: a model whose attention is not latent, an op, a cell that fits in "
+                f"{cells.LARGEST_SHARE:.0%} of the device's memory",
+                "none",
+            )
         self.file = RecordFile(out)
         self.there = self.file.done()
         self.done = 0
@@ -118,14 +134,16 @@ class _Run:
         self.done = self.total - sum(len(backends) for _, backends in todo)
         if not todo:
             return
-        ceilings = measure_ceilings(self.device)
-        common = {
-            "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
-            "ceilings": ceilings,
-            "env": environment(self.device),
-            "seconds": self.seconds,
-        }
+        if self.device.type == "cpu":
+            words = "no GPU here: the reference on tiny cases, which shows that it works, not how fast octavo is"
+            self.progress.print(words, soft_wrap=True)
         with self.file, bar(self.progress, "Measuring", self.total - self.done) as advance:
+            common = {
+                "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
+                "ceilings": measure_ceilings(self.device),
+                "env": environment(self.device),
+                "seconds": self.seconds,
+            }
             for case, backends in todo:
                 for record in compare(case, backends, self.device, **common):
                     self.file.write(record)
@@ -148,21 +166,24 @@ def _free(device: Any) -> None:
 
 
 def _is_wrong(record: Record) -> bool:
-    """Whether a backend of octavo's gave a wrong result."""
+    """Whether a backend of octavo's gave a wrong result, or none."""
     from ..backends import BY_NAME
+    from ..bench.measure import FAILED
 
-    return record.backend in BY_NAME and (record.error or "").startswith("wrong")
+    return record.backend in BY_NAME and (record.error or "").startswith(("wrong", FAILED))
 
 
 def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+    return None if text is None else tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     words = _words(text)
-    if words is not None and not (words and all(word.isdigit() and int(word) for word in words)):
-        raise InvalidInput(f"{option} must be positive numbers with commas between them", repr(text))
-    return None if words is None else tuple(int(word) for word in words)
+    if words is None:
+        return None
+    if not words or not all(is_number(word) and int(word) for word in words):
+        raise InvalidInput(f"{option} must be positive numbers with commas between them", repr(text)[:80])
+    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def line(record: Record) -> str:

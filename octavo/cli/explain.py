@@ -160,7 +160,7 @@ def as_dict(
     index: dict[str, Any] | None = dataclasses.asdict(model.indexer) if model.indexer else None
     if index is not None and isinstance(indexer, IndexerChoice):
         index |= {"supported": True, **indexer.as_dict()}
-    elif index is not None and indexer is not None:
+    elif index is not None and isinstance(indexer, Unsupported):
         index |= {"supported": False, "reasons": list(indexer.reasons), "nearest": indexer.nearest}
     kinds = []
     for p in plans:
@@ -212,8 +212,10 @@ def lines(
     if model.indexer is not None and indexer is not None:
         spec = model.indexer
         out += ["", _title(f"indexer: {spec.num_heads} heads of {spec.head_dim}, top {spec.top_k}, in every layer")]
-        shown = isinstance(indexer, IndexerChoice)
-        out += ["  " + line for line in indexer.plan_lines(width - 2)] if shown else _refusal(indexer, width)
+        if isinstance(indexer, IndexerChoice):
+            out += ["  " + line for line in indexer.plan_lines(width - 2)]
+        else:
+            out += _refusal(indexer, width)
     return out + ["", _title("cache on each rank"), *_size_lines(cache_sizes(model, plans, memory), width)]
 
 

@@ -1,7 +1,7 @@
 """Device functions that attention kernels share: FP8 in integer arithmetic, paging, tiles of K and V, the query.
 
 `c` is a `_plan.Constants` everywhere: what is known when a kernel is compiled. Every offset that a page id or a row
-number enters is int64.
+number enters is int64, as is every one of a query head: heads may lie as far apart as rows.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def load_query(row, q_head, there, query, c: tl.constexpr):
     16-bit query becomes fp16 times the power of two that puts the row's maximum at 2^14 to 2^15: it cannot overflow.
     """
     d = tl.arange(0, c.dim_padded)[None, :]
-    at = query.q + ((row * query.q_row + q_head * query.q_head)[:, None] + d)
+    at = query.q + ((row * query.q_row + q_head.to(tl.int64) * query.q_head)[:, None] + d)
     x = tl.load(at, mask=there[:, None] & (d < c.dim), other=0)
     if c.query == "fp8_e4m3":
         factor = tl.full([c.rows], 1.0, tl.float32)
@@ -319,7 +319,8 @@ def load_query(row, q_head, there, query, c: tl.constexpr):
 def store_out(out, value, row, q_head, there, output, c: tl.constexpr):
     """Write rows of fp32 `value` [rows, dim_v padded] in the output's dtype, an e4m3 one divided by its scale."""
     d = tl.arange(0, c.dim_v_padded)[None, :]
-    at = out + ((row * output.out_row + q_head * output.out_head)[:, None] + d * output.out_dim)
+    at = (row * output.out_row + q_head.to(tl.int64) * output.out_head)[:, None] + d.to(tl.int64) * output.out_dim
+    at = out + at
     if c.out == "fp8_e4m3":
         if output.scale is not None:
             value = tl.div_rn(value, tl.full(value.shape, tl.load(output.scale), tl.float32))
@@ -329,6 +330,14 @@ def store_out(out, value, row, q_head, there, output, c: tl.constexpr):
     elif c.out == "float16":
         value = value.to(tl.float16)
     tl.store(at, value, mask=there[:, None] & (d < c.dim_v))
+
+
+@triton.jit
+def store_lse(lse, row, q_head, there, output):
+    """Write rows of fp32 `lse` [rows] where the call wants them."""
+    if output.lse is not None:
+        at = output.lse + row * output.lse_row + q_head.to(tl.int64) * output.lse_head
+        tl.store(at, lse, mask=there)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from ._tiles import (
     fp32_to_e4m3,
     head_scale,
     sequence,
+    store_lse,
     store_out,
 )
 
@@ -54,7 +55,7 @@ def merge_parts(outs, lses, out_stride, lse_stride, out_dim, count, unit, dim: t
         new = tl.maximum(peak, tl.max(lse, 0))
         weight = tl.exp2(lse - new)
         there = (weight > 0)[:, None] & (d < dim)[None, :]
-        x = tl.load(outs + ((part * out_stride)[:, None] + d[None, :] * out_dim), mask=there, other=0)
+        x = tl.load(outs + ((part * out_stride)[:, None] + d.to(tl.int64)[None, :] * out_dim), mask=there, other=0)
         x = e4m3_to_fp16(x).to(tl.float32) if x.dtype == tl.uint8 else x.to(tl.float32)
         alpha = tl.exp2(peak - new)
         acc = acc * alpha + tl.sum(x * weight[:, None], 0)
@@ -95,7 +96,7 @@ def merge_states_kernel(
     sees = total > 0
     acc = acc / tl.where(sees, total, 1.0)
     d = tl.arange(0, dim_padded)
-    at = out + row * out_strides[0] + head * out_strides[1] + d
+    at = out + row * out_strides[0] + head * out_strides[1] + d.to(tl.int64) * out_strides[2]
     if out.dtype.element_ty == tl.uint8:
         acc = fp32_to_e4m3(acc)
     elif out.dtype.element_ty == tl.bfloat16:
@@ -119,9 +120,7 @@ def _no_sequence(program, programs, batch, output, size, total_rows, head, c: tl
             store_out(
                 output.out, tl.full([16, c.dim_v_padded], 0.0, tl.float32), row.to(tl.int64), q_head, there, output, c
             )
-            if output.lse is not None:
-                at = output.lse + row.to(tl.int64) * output.lse_row + q_head * output.lse_head
-                tl.store(at, tl.full([16], float("-inf"), tl.float32), mask=there)
+            store_lse(tl.full([16], float("-inf"), tl.float32), row.to(tl.int64), q_head, there, output)
 
 
 @triton.jit(do_not_specialize=[*BOUNDS, "row_programs", "fill_programs"])
@@ -174,8 +173,7 @@ def merge_splits_kernel(
                 v_scale = head_scale(memory.v_scale, memory.v_scale_strides, head, c)
                 out_row = (one + start + row).to(tl.int64)
                 store_out(output.out, acc[None, :] * (v_scale / total)[:, None], out_row, heads, there, output, c)
-                if output.lse is not None:
-                    tl.store(output.lse + out_row * output.lse_row + heads * output.lse_head, lse, mask=there)
+                store_lse(lse, out_row, heads, there, output)
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from ...device import Device
 from ._aot import example_calls
 from ._attend import attend, row_factors
 from ._plan import BOUNDS, batch_of, device_of, memory_of, output_of, prefill_constants, query_of
-from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_out
+from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_lse, store_out
 
 SCAN = tl.constexpr(256)  # sequences looked at together
 
@@ -81,8 +81,7 @@ def prefill_kernel(
         total, lse = finish(total, reference - c.p_bits, q_head, there, output, c)
         v_scale = head_scale(memory.v_scale, memory.v_scale_strides, head, c)
         store_out(output.out, acc * (v_scale / total)[:, None], out_row, q_head, there, output, c)
-        if output.lse is not None:
-            tl.store(output.lse + out_row * output.lse_row + q_head * output.lse_head, lse, mask=there)
+        store_lse(lse, out_row, q_head, there, output)
 
 
 def launch(call: AttentionCall, device: Device) -> tuple[tuple[int, ...], dict[str, Any]]:

@@ -1,14 +1,14 @@
 """octavo beside vLLM's own attention backends, in vLLM: text and perplexity, then throughput; one run, one table.
 
-    python benchmarks/engines/vllm_run.py text --model SMOLLM2_FOLDER --out text.json
-    python benchmarks/engines/vllm_run.py throughput --out benchmarks/results/h200/vllm.jsonl
+    python -m octavo.bench.engines.in_vllm text --model SMOLLM2_FOLDER --out text.json
+    python -m octavo.bench.engines.in_vllm throughput --out benchmarks/results/h200/vllm.jsonl
 
-A side is BACKEND:CACHE, "octavo:fp8", and for text perhaps a third word that changes one thing: nograph (compiled, no
-CUDA graphs), v1 (the older model runner), chunked (prompts in chunks of 256), prefix (cached prefixes), ngram (drafts
-from the prompt), full (one graph for any batch), exact (precision of prefill), serve (through the HTTP server). Each
-side is a process with an engine of its own. Throughput is of Llama-3.1-8B's shapes with dummy weights: the sides that
-the GPU's memory holds are set up together, then measured one after the other. vLLM has to be importable (--site adds a
-folder); octavo need not be installed.
+A side is BACKEND:CACHE, "octavo:fp8" (octavo-triton: octavo without its Hopper kernels), and for text perhaps a third
+word that changes one thing: nograph (compiled, no CUDA graphs), v1 (the older model runner), chunked (prompts in chunks
+of 256), prefix (cached prefixes), ngram (drafts from the prompt), full (one graph for any batch), exact (precision of
+prefill), serve (through the HTTP server). Each side is a process with an engine of its own. Throughput is of
+Llama-3.1-8B's shapes with dummy weights: the sides that the GPU's memory holds are set up together, then measured one
+after the other. vLLM has to be importable (--site adds a folder); octavo need not be installed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import _sides
-from _sides import LLAMA_8B, PROMPTS, path
+from . import sides as running
+from .sides import LLAMA_8B, PROMPTS, path
 
-BACKENDS = {"octavo": "CUSTOM", "triton": "TRITON_ATTN", "flash": "FLASH_ATTN"}
+BACKENDS = {"octavo": "CUSTOM", "octavo-triton": "CUSTOM", "triton": "TRITON_ATTN", "flash": "FLASH_ATTN"}
 TEXT_SIDES = (
     *("triton:auto", "octavo:auto", "octavo:fp8", "triton:fp8", "flash:fp8"),
     *(f"octavo:fp8:{change}" for change in ("exact", "nograph", "v1", "chunked", "prefix", "ngram", "full", "serve")),
@@ -46,8 +47,8 @@ SMALL_GIB = 9.0  # of an engine that writes text
 WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 
-def main() -> None:
-    """Drive the sides, or be one (--side, with which the driver starts this file again)."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Drive the sides, or be one (--side, with which the driver starts this module again)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("text", "throughput"))
     parser.add_argument("--sides", nargs="+", help="the first is what the others are compared with")
@@ -61,10 +62,11 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder that the sides' logs are left in")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     if arguments.side:
         measure = write_text if arguments.what == "text" else measure_speed
-        _sides.leave(arguments.work, arguments.side, lambda: measure(arguments))
+        running.leave(arguments.work, arguments.side, lambda: measure(arguments))
     elif arguments.what == "text" and arguments.model is None:
         parser.error("text needs --model")
     else:
@@ -79,9 +81,9 @@ def drive(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for group in groups(sides, arguments):
-            _sides.run_group(group, lambda side: start(side, arguments, work), work, deadline, in_turn=not text)
+            running.run_group(group, lambda side: start(side, arguments, work), work, deadline, in_turn=not text)
             print(f"{' '.join(group)}: {deadline - time.monotonic():.0f} s left", flush=True)
-        found = {side: _sides.result(work, side) for side in sides}
+        found = {side: running.result(work, side) for side in sides}
         if arguments.logs:
             arguments.logs.mkdir(parents=True, exist_ok=True)
             for log in work.glob("*.log"):
@@ -95,7 +97,7 @@ def drive(arguments: argparse.Namespace) -> None:
         print_speed(found, arguments.shapes)
 
 
-def groups(sides: list[str], arguments: argparse.Namespace) -> list[list[str]]:
+def groups(sides: Sequence[str], arguments: argparse.Namespace) -> list[list[str]]:
     """Sides that fit the GPU together, in order."""
     made: list[list[str]] = [[]]
     taken = 0.0
@@ -126,11 +128,12 @@ def cache_gib(side: str, shapes: list[str]) -> float:
 
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
     """A side in a process group of its own, with its log in the work folder."""
-    command = [sys.executable, "-u", __file__, *sys.argv[1:], "--side", side, "--work", str(work)]
-    plugin = _sides.plugin_folder(work, "vllm.general_plugins", "octavo.integrations.vllm:register")
+    command = [sys.executable, "-u", "-m", "octavo.bench.engines.in_vllm", *arguments.argv, "--side", side]
+    command += ["--work", str(work)]
+    plugin = running.plugin_folder(work, "vllm.general_plugins", "octavo.integrations.vllm:register")
     env = {
         **os.environ,
-        "PYTHONPATH": _sides.python_path(arguments.site, plugin),
+        "PYTHONPATH": running.python_path(arguments.site, plugin),
         "VLLM_PLUGINS": "octavo",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if side.endswith(":serve") else "0",
@@ -149,7 +152,9 @@ def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Po
     }
     if side.endswith(":v1"):
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    return _sides.launch(command, env, path(work, side, "log"))
+    if side.startswith("octavo-triton:"):
+        env["OCTAVO_BACKEND"] = "triton"
+    return running.launch(command, env, path(work, side, "log"))
 
 
 def options(side: str) -> dict[str, Any]:
@@ -249,7 +254,7 @@ def serve_text(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"text": [chat(url, prompt) for prompt in PROMPTS]}
     finally:
         server.terminate()
-        server.wait(_sides.SHUTDOWN_S)
+        server.wait(running.SHUTDOWN_S)
 
 
 def chat(url: str, prompt: str) -> str:
@@ -308,7 +313,7 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
 
     for batch, tokens, _ in shapes.values():
         generate(batch, min(tokens, 1024), 4)  # compiles what the shape needs
-    _sides.take_turn(arguments.work, arguments.side)
+    running.take_turn(arguments.work, arguments.side)
     found = {}
     for text, (batch, tokens, more) in shapes.items():
         runs = []
@@ -372,7 +377,7 @@ def print_speed(found: dict[str, dict[str, Any]], shapes: list[str]) -> None:
 
 def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
     """A record a side and shape for a decode step and one for the prompts."""
-    from octavo.bench.records import Record, RecordFile, environment
+    from ..records import Record, RecordFile, environment
 
     run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-vllm")
     env = {**environment("cuda"), "vllm": release(arguments.site)}
@@ -380,7 +385,7 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
     with RecordFile(arguments.out) as file:
         for side, r in found.items():
             backend, cache = side.split(":")[:2]
-            ours, fp8 = backend == "octavo", cache != "auto"
+            ours, fp8 = backend.startswith("octavo"), cache != "auto"
             for shape in arguments.shapes:
                 batch, tokens, more = shape_of(shape)
                 spec = {

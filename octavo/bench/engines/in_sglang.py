@@ -1,7 +1,7 @@
 """octavo beside SGLang's own attention backends, in SGLang: text and perplexity, then throughput; one run, one table.
 
-    python benchmarks/engines/sglang_run.py text --model SMOLLM2_FOLDER --out text.json
-    python benchmarks/engines/sglang_run.py throughput --out benchmarks/results/h200/sglang.jsonl
+    python -m octavo.bench.engines.in_sglang text --model SMOLLM2_FOLDER --out text.json
+    python -m octavo.bench.engines.in_sglang throughput --out benchmarks/results/h200/sglang.jsonl
 
 A side is BACKEND:CACHE, "octavo:fp8_e4m3"; each is a process of its own with an engine of its own. The side "reference"
 is octavo's reference over the same bytes as octavo: exact attention, without graphs. Throughput is of Llama-3.1-8B's
@@ -12,7 +12,6 @@ one alone has the GPU. SGLang has to be importable (--site adds a folder); octav
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -20,18 +19,19 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from . import sides as running
+from .sides import LLAMA_8B, PROMPTS, path
+
 TEXT_SIDES = (
     "triton:auto",
     "octavo:auto",
@@ -41,30 +41,6 @@ TEXT_SIDES = (
     "fa3:fp8_e4m3",
 )
 SPEED_SIDES = ("octavo:fp8_e4m3", "fa3:fp8_e4m3", "triton:fp8_e4m3", "octavo:auto", "fa3:auto", "triton:auto")
-PROMPTS = (
-    "What is the capital of France?",
-    "Write one sentence about the sea.",
-    "List three prime numbers.",
-    "Explain what a Python list is in two sentences.",
-)
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
-}
 # One machine, nothing fetched, FA3 from sgl_kernel; what the caller's environment says instead is kept.
 LOCAL = {
     "HF_HUB_OFFLINE": "1",
@@ -79,11 +55,10 @@ LOCAL = {
     "no_proxy": "*",
 }
 WINDOWS, WINDOW = 8, 1024  # of the perplexity text
-SHUTDOWN_S = 10
 
 
-def main() -> None:
-    """Drive the sides, or be one (--side, with which the driver starts this file again)."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Drive the sides, or be one (--side, with which the driver starts this module again)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("text", "throughput"))
     parser.add_argument("--sides", nargs="+", help="BACKEND:CACHE; the first is what the others are compared with")
@@ -98,9 +73,15 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder to keep each side's log in")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     if arguments.side:
-        be_side(arguments)
+        measure = write_text if arguments.what == "text" else measure_speed
+        running.leave(
+            arguments.work,
+            arguments.side,
+            lambda: {**measure(arguments), "release": importlib.metadata.version("sglang")},
+        )
     elif arguments.what == "text" and arguments.model is None:
         parser.error("text needs --model")
     else:
@@ -114,8 +95,10 @@ def drive(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for begin in range(0, len(sides), arguments.together):
-            run_group(sides[begin : begin + arguments.together], arguments, work, deadline)
-        found = {side: result(work, side) for side in sides}
+            group = sides[begin : begin + arguments.together]
+            in_turn = arguments.what == "throughput"
+            running.run_group(group, lambda side: start(side, arguments, work), work, deadline, in_turn)
+        found = {side: running.result(work, side) for side in sides}
         if arguments.logs:
             arguments.logs.mkdir(parents=True, exist_ok=True)
             for log in work.glob("*.log"):
@@ -129,84 +112,22 @@ def drive(arguments: argparse.Namespace) -> None:
         print_speed(found)
 
 
-def run_group(group: Sequence[str], arguments: argparse.Namespace, work: Path, deadline: float) -> None:
-    """Start the sides together; those of throughput then have the GPU one after the other."""
-    running = {side: start(side, arguments, work) for side in group}
-
-    def settled(side: str) -> bool:
-        return running[side].poll() is not None
-
-    try:
-        if arguments.what == "throughput":
-            wait(lambda: all(settled(side) or ready(work, side) for side in group), deadline)
-            for side in group:
-                path(work, side, "go").touch()
-                wait(lambda side=side: settled(side), deadline)
-        wait(lambda: all(settled(side) for side in group), deadline)
-    finally:
-        for process in running.values():
-            stop(process)
-
-
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
     """A side in a process group of its own, with its log in the work folder."""
-    command = [sys.executable, "-u", __file__, *sys.argv[1:], "--side", side, "--work", str(work)]
-    folders = [*([arguments.site] if arguments.site else []), plugin_folder(work), ROOT]
+    command = [sys.executable, "-u", "-m", "octavo.bench.engines.in_sglang", *arguments.argv, "--side", side]
+    command += ["--work", str(work)]
+    plugin = running.plugin_folder(work, "sglang.srt.plugins", "octavo.integrations.sglang:register")
     env = {
         **LOCAL,
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": running.python_path(arguments.site, plugin),
         "SGLANG_PLUGINS": "octavo",
     }
     if side.startswith("reference:"):
         env["OCTAVO_BACKEND"] = "reference"
-    with path(work, side, "log").open("wb") as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def plugin_folder(work: Path) -> Path:
-    """Metadata with octavo's entry points, by which SGLang finds a checkout that is not installed."""
-    info = work / "plugin" / "octavo-0.dist-info"
-    if not info.exists():
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\noctavo = octavo.integrations.sglang:register\n")
-    return info.parent
-
-
-def wait(over: Callable[[], bool], deadline: float) -> None:
-    """Until `over()` or the deadline."""
-    while not over() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a side and its engine's processes: its own process group and nothing else."""
-    for ending in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, ending)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SHUTDOWN_S)
-
-
-def path(work: Path, side: str, kind: str) -> Path:
-    """A file of a side: log, json (its result), ready, go."""
-    return work / f"{side.replace(':', '-')}.{kind}"
-
-
-def ready(work: Path, side: str) -> bool:
-    """Whether a side is set up."""
-    return path(work, side, "ready").exists()
-
-
-def result(work: Path, side: str) -> dict[str, Any]:
-    """What a side found, or the end of its log."""
-    if path(work, side, "json").exists():
-        return json.loads(path(work, side, "json").read_text())
-    log = path(work, side, "log")
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else ["it was not started"]
-    causes = [line for line in lines if "Error" in line or "needs " in line]
-    return {"error": " | ".join([*causes[:4], *lines[-2:]])[:1000]}
+    if side.startswith("octavo-triton:"):
+        env["OCTAVO_BACKEND"] = "triton"
+    return running.launch(command, env, path(work, side, "log"))
 
 
 def print_text(found: dict[str, dict[str, Any]]) -> None:
@@ -237,10 +158,9 @@ def print_speed(found: dict[str, dict[str, Any]]) -> None:
 
 def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
     """A record a side for a decode step and one for the prompts."""
-    sys.path.insert(0, str(ROOT))
     import torch
 
-    from octavo.bench.records import Record, RecordFile, environment
+    from ..records import Record, RecordFile, environment
 
     run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-sglang")
     env = {
@@ -266,21 +186,6 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
                 file.write(Record(case=case, op="step", us=r[name] * 1000, timing=timing, **fields))
 
 
-def be_side(arguments: argparse.Namespace) -> None:
-    """Make the engine, measure, leave the result as a file; the driver ends what stays."""
-    measure = write_text if arguments.what == "text" else measure_speed
-    try:
-        found = measure(arguments)
-        found["release"] = importlib.metadata.version("sglang")
-    except BaseException as error:  # the engine's own exits too: they are this side's result
-        path(arguments.work, arguments.side, "json").write_text(
-            json.dumps({"error": f"{type(error).__name__}: {error}"})
-        )
-        raise
-    path(arguments.work, arguments.side, "json").write_text(json.dumps(found))
-    os._exit(0)
-
-
 def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
     """SGLang's engine for a side; server arguments that this release lacks are left out, and said."""
     from sglang.srt.plugins import load_plugins
@@ -293,7 +198,7 @@ def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
     known = {field.name for field in fields_of(ServerArgs)}
     port = 21000 + 200 * (zlib.crc32(arguments.side.encode()) % 200)  # sides run at once
     asked = {
-        "attention_backend": "octavo" if backend == "reference" else backend,
+        "attention_backend": "octavo" if backend in ("reference", "octavo-triton") else backend,
         "kv_cache_dtype": cache,
         "page_size": 64,
         "dtype": "bfloat16",
@@ -390,9 +295,7 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
         return spent
 
     seconds(8)  # compiles
-    path(arguments.work, arguments.side, "ready").touch()
-    while not path(arguments.work, arguments.side, "go").exists():
-        time.sleep(0.05)
+    running.take_turn(arguments.work, arguments.side)
     prompts_s = min(seconds(1) for _ in range(2))
     step_s = (min(seconds(more + 1) for _ in range(2)) - prompts_s) / more
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]  # the folder that holds octavo
 SHUTDOWN_S = 10
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

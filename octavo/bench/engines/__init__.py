@@ -1,0 +1,1 @@
+"""Whole engines, octavo's attention in them beside their own: text, perplexity, and time of engine steps."""

@@ -1,0 +1,194 @@
+"""Hopper's prefill without a GPU: what ptxas makes of it, its list of tiles in the interpreter, its sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+
+import octavo
+from octavo import tuning
+from octavo.device import Device
+from octavo.spec import AttentionSpec
+
+H200 = Device.named("h200")
+# Instructions of the longest loop that multiplies, masks aside, of which those that rescale the output are skipped over.
+LOOPS = {
+    "of 128": 930,
+    "of 64": 860,
+    "of 256": 560,
+    "of 128, pages of 32, all features": 1500,
+    "of 128, pages of 128": 930,
+    "exact of 128": 770,
+    "exact of 64": 670,
+    "exact of 256": 740,
+}
+
+
+def product_loops(listing: str) -> list[list[str]]:
+    """Opcodes of the innermost loops that hold tensor-core products, of a disassembly."""
+    code: list[tuple[str, str]] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := re.match(r"^\s*\.(L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);", line):
+            code.append((found[1], found[2]))
+    loops = []
+    for end, (opcode, rest) in enumerate(code):
+        target = re.search(r"L_x_\d+", rest) if opcode.startswith("BRA") else None
+        if target and labels.get(target[0], end + 1) <= end:
+            loops.append((labels[target[0]], end))
+    loops = [(a, b) for a, b in loops if any(op.startswith("QGMMA") for op, _ in code[a:b])]
+    inner = [x for x in loops if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return [[op for op, _ in code[a : b + 1]] for a, b in inner]
+
+
+def compile_all() -> None:
+    """Print a JSON object for each launch of the kernel; run as a program, since TRITON_INTERPRET must not be set."""
+    import triton
+
+    from octavo.kernels.gluon.prefill import aot_cases
+    from octavo.testing.aot import compile_case
+
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/nvdisasm")
+    for label, kernel, arguments in aot_cases(H200):
+        compiled, log = compile_case(kernel, arguments, H200)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        plain = [loop for loop in product_loops(listing) if sum(op.startswith("ISETP") for op in loop) < 16]
+        found = {
+            "label": label,
+            "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
+            "shared": compiled.metadata.shared,
+            "serialised": "erializ" in log,
+            "loops": len(plain),
+            "longest": max(map(len, plain)),
+            "spills": max(sum(op.startswith(("LDL", "STL")) for op in loop) for loop in plain),
+        }
+        print(json.dumps(found), flush=True)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return {case["label"]: case for case in map(json.loads, filter(None, done.stdout.splitlines()))}
+
+
+def test_a_program_fits_an_sm(compiled):
+    assert compiled.keys() == LOOPS.keys()
+    for case in compiled.values():
+        assert case["registers"] * 12 * 32 <= 65536, case  # three warp groups, before they share them out anew
+        assert case["shared"] <= H200.shared_memory, case
+
+
+def test_products_are_not_serialised(compiled):
+    assert [label for label, case in compiled.items() if case["serialised"]] == []
+
+
+def test_loops_spill_nothing(compiled):
+    """Of exact 256 an address or two: its output alone takes half the registers."""
+    assert {label: case["spills"] for label, case in compiled.items() if case["spills"]}.keys() <= {"exact of 256"}
+    assert compiled["exact of 256"]["spills"] <= 4
+
+
+def test_loops_are_as_short_as_they_were(compiled):
+    longer = {label: case["longest"] for label, case in compiled.items() if case["longest"] > LOOPS[label]}
+    assert longer == {}
+    assert all(case["loops"] >= 2 for case in compiled.values())
+
+
+def tiles_by_hand(spec, lens, rows, capacity, num_decodes, programs):
+    """Entries of the list: every tile once, by where it ends; what the last, partial wave holds is cut in pieces."""
+    tile = tuning.hopper_prefill_tile(spec)
+    size, heads = tuning.HOPPER_PACKED_ROWS // tile.pack, spec.num_q_heads // tile.pack
+    tiles, start = [], 0
+    for b, (length, n) in enumerate(zip(lens, rows, strict=True)):
+        length = min(max(length, 0), capacity)
+        decodes = n <= spec.max_query_len if num_decodes is None else b < num_decodes
+        for i in range(0 if decodes else -(-n // size)):
+            seen = length - n + i * size + 1
+            end = -(-max(length - n + min((i + 1) * size, n), 0) // tile.block)
+            first = min(max(seen - spec.window, 0) // tile.block, end) if spec.window else 0
+            tiles.append((-end, b, -i, [b, start + i * size, start + n, length, seen], first, end))
+        start += n
+    tiles.sort()
+    waves, left = divmod(len(tiles) * heads, programs)
+    left = -(-left // heads)
+    pieces = 1
+    if left and waves < 8 and not spec.batch_invariant:
+        fits = [n for n in range(1, 17) if n == 1 or left * heads * n <= 2 * programs]
+        pieces = min(fits, key=lambda n: -(-left * heads * n // programs) / n + 0.02 * n)
+    entries = []
+    for rank, (*_, head, first, end) in enumerate(tiles):
+        cut = rank - (len(tiles) - left)
+        n = pieces if cut >= 0 else 1
+        share = max(-(-(end - first) // n), 8)
+        used = max(-(-(end - first) // share), 1)
+        for p in range(n):
+            stop = end - p * share
+            begin = first if p == used - 1 else max(stop - share, first)
+            entries.append([*head, begin, stop, used if p < used else 0, cut * pieces, p, cut])
+    return entries
+
+
+@pytest.mark.parametrize("batch", [1, 3, 70])
+@pytest.mark.parametrize(
+    "fields", [{}, {"window": 300}, {"batch_invariant": True}, {"max_query_len": 4}, {"precision": "exact"}]
+)
+@pytest.mark.parametrize("decodes", ["found", "told"])
+def test_the_list_holds_every_tile_once_heaviest_first(interpreter, monkeypatch, batch, fields, decodes):
+    from octavo.kernels.gluon import prefill_plan as plan
+
+    spec = AttentionSpec(12, 2, 128, **fields)
+    monkeypatch.setattr(plan, "device_of", lambda _: H200)
+    draw = random.Random(batch)
+    lens = [draw.choice([0, -3, 1, 63, 500, 5000, 40000]) for _ in range(batch)]
+    rows = [draw.choice([0, 1, 3, 40, 64, 65, 700]) for _ in range(batch)]
+    num_decodes = None if decodes == "found" else batch // 3
+    starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ints = tuning.hopper_prefill_schedule_ints(spec, H200, batch, max(sum(rows), 1))
+    memory = torch.full((ints,), -1, dtype=torch.int32)
+    table = torch.zeros(batch, 600, dtype=torch.int32)
+    plan.prefill_plan(spec, torch.tensor(lens, dtype=torch.int32), table, starts, memory, num_decodes, None)
+    if num_decodes == batch:
+        return
+    wanted = tiles_by_hand(spec, lens, rows, 600 * 64, num_decodes, H200.num_sms)
+    schedule = plan.schedule_of(spec, H200, memory)
+    assert memory[:3].tolist() == [len(wanted), 0, 0]
+    got = schedule.entries.view(-1, plan.ENTRY)[: len(wanted), :11].tolist()
+    live = [(g, w) for g, w in zip(got, wanted, strict=True) if w[7]]
+    assert [g[:8] + g[9:10] for g, _ in live] == [w[:8] + w[9:10] for _, w in live]
+    shared = [(g[8], g[10], w[8], w[10]) for g, w in live if w[7] > 1]
+    assert [(a, b) for a, b, _, _ in shared] == [(a, b) for _, _, a, b in shared]
+    assert [g[7] for g, w in zip(got, wanted, strict=True) if not w[7]] == [0] * (len(wanted) - len(live))
+    counters = 2 * max((w[10] + 1 for w in wanted), default=0) * spec.num_q_heads // 2
+    assert not schedule.counters[:counters].any()
+
+
+@pytest.mark.parametrize("fields", [{}, {"precision": "exact"}, {"head_dim": 256}, {"query_dtype": "fp8"}])
+def test_the_workspace_grows_with_every_bound(fields):
+    spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **fields})
+    small = (8, 64, 4096)
+    least = tuning.hopper_prefill_workspace_bytes(spec, H200, *small)
+    for i, larger in enumerate((64, 8192, 131072)):
+        bounds = (*small[:i], larger, *small[i + 1 :])
+        assert tuning.hopper_prefill_workspace_bytes(spec, H200, *bounds) >= least
+    pieces = tuning.hopper_prefill_pieces(H200) * tuning.HOPPER_PACKED_ROWS * (spec.value_dim + 1) * 4
+    assert least >= pieces + 4 * tuning.hopper_prefill_schedule_ints(spec, H200, 8, 64)
+
+
+if __name__ == "__main__":
+    compile_all()

@@ -1,0 +1,198 @@
+"""Triton's indexer kernels under the interpreter, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from indexer_cases import (
+    INF,
+    AppendCase,
+    PagedCase,
+    RaggedCase,
+    TopkCase,
+    compare_append,
+    compare_paged,
+    compare_ragged,
+    compare_topk,
+    paged_call,
+    ragged_call,
+)
+
+from octavo.kernels.triton import mqa_logits, topk
+from octavo.kernels.triton.index_append import index_append
+
+pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+APPENDS = [
+    *(
+        AppendCase(scale_format=scales, dtype=dtype, wild=wild)
+        for scales, dtype, wild in itertools.product(
+            ["fp32", "pow2", "ue8m0"], [torch.bfloat16, torch.float16, torch.float32], [False, True]
+        )
+    ),
+    *(AppendCase(dim, page, rows=70, strided=True) for dim, page in ((64, 16), (64, 128), (128, 32))),
+    AppendCase(rows=1),
+]
+
+
+@pytest.mark.parametrize("case", APPENDS, ids=str)
+def test_append_equals_the_reference(case):
+    assert compare_append(case, index_append, "cpu") == []
+
+
+PAGED = [
+    *(
+        PagedCase(heads=heads, dim=dim, n=n, page_size=page)
+        for heads, dim, n, page in (
+            (64, 128, 1, 64),
+            (16, 64, 3, 16),
+            (32, 128, 8, 32),
+            (128, 128, 2, 128),
+            (64, 64, 4, 64),
+        )
+    ),
+    *(PagedCase(heads=heads, n=2, lens=(5, 130)) for heads in (8, 24, 100)),
+    *(PagedCase(lens=(70, 130, 0), scale_format=scales, n=2, heads=32) for scales in ("pow2", "ue8m0")),
+    *(
+        PagedCase(lens=(130, 7, 66), n=n, heads=16, lens_form=form, fill=fill)
+        for n, form, fill in itertools.product((1, 3, 7), ("matrix", "strided"), (None, -1.0))
+    ),
+    *(PagedCase(lens=(200, 150), heads=32, page_size=page, hole=True) for page in (16, 64, 128)),
+    PagedCase(lens=(200, 150), n=2, heads=32, out=torch.bfloat16),
+    PagedCase(lens=(200, 10**3, 3), heads=16, max_context=100),
+    PagedCase(lens=(0, 0), heads=16, max_context=70),
+    PagedCase(lens=(300,), heads=16, max_context=3000, fill=0.5),
+    PagedCase(lens=tuple(i * 7 % 20 for i in range(140)), heads=16, dim=64, max_context=24, fill=None),
+    PagedCase(lens=(65, 64), n=5, heads=64, strided=True),
+]
+
+
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_paged_logits_equal_the_reference(case):
+    assert compare_paged(case, mqa_logits.paged_mqa_logits, "cpu", loss=0.0) == []
+
+
+@pytest.mark.parametrize("device", ["a100", "b200"])
+def test_paged_logits_in_other_devices_tiles(device, monkeypatch):
+    from octavo.device import Device
+
+    named = replace(Device.named(device), num_sms=2)
+    monkeypatch.setattr(mqa_logits, "device_of", lambda device: named)
+    for case in (PAGED[0], PAGED[1], PAGED[3], replace(PAGED[0], heads=32, n=8, scale_format="ue8m0")):
+        assert compare_paged(case, mqa_logits.paged_mqa_logits, "cpu", loss=0.0) == []
+
+
+def test_a_lengths_beyond_the_table_ends_there():
+    case = PagedCase(lens=(130, 70), heads=16, n=2, max_context=1000)
+    call = paged_call(case, "cpu")
+    whole = torch.full_like(call.out, float("nan"))
+    full = torch.full_like(call.seq_lens, call.page_table.shape[1] * 64 + 1)
+    mqa_logits.paged_mqa_logits(replace(call, seq_lens=full, out=whole))
+    mqa_logits.paged_mqa_logits(replace(call, seq_lens=torch.full_like(full, 2**31 - 1)))
+    assert torch.equal(call.out[1::2].view(torch.int32), whole[1::2].view(torch.int32))
+    assert (call.out[:, call.page_table.shape[1] * 64 : 1000] == -INF).all()
+
+
+def test_a_nan_key_spoils_its_own_logit_alone():
+    case = PagedCase(lens=(130,), heads=32, n=2)
+    call = paged_call(case, "cpu")
+    mqa_logits.paged_mqa_logits(call)
+    spoiled = replace(call, out=torch.full_like(call.out, 9.0))
+    call.cache.keys()[int(call.page_table[0, 0]), 5, 7] = 0x7F
+    mqa_logits.paged_mqa_logits(spoiled)
+    assert spoiled.out[:, 5].isnan().all()
+    others = [t for t in range(256) if t != 5]
+    assert torch.equal(spoiled.out[:, others], call.out[:, others])
+
+
+RAGGED = [
+    *(
+        RaggedCase(compressed=compressed, fill=fill, heads=heads, dim=dim)
+        for compressed, fill, (heads, dim) in itertools.product((False, True), (None, -INF), ((64, 128), (32, 64)))
+    ),
+    RaggedCase(rows=70, keys=130, causal=True, heads=16, width=140),
+    RaggedCase(compressed=True, width=30),
+    RaggedCase(compressed=True, width=900, fill=0.5, heads=16),
+    RaggedCase(rows=5, keys=3000, heads=128, width=3000, causal=True),
+    RaggedCase(out=torch.bfloat16, heads=24),
+    RaggedCase(rows=3, keys=0, width=9, causal=False),
+]
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_ragged_logits_equal_the_reference(case):
+    assert compare_ragged(case, mqa_logits.mqa_logits, "cpu", loss=0.0) == []
+
+
+def test_nothing_to_do_launches_nothing():
+    call = paged_call(PagedCase(lens=(3,), heads=16), "cpu")
+    none = replace(call, q=call.q[:0], weights=call.weights[:0], seq_lens=call.seq_lens[:0], out=call.out[:0])
+    mqa_logits.paged_mqa_logits(none)
+    ragged = ragged_call(RaggedCase(), "cpu")
+    mqa_logits.mqa_logits(replace(ragged, q=ragged.q[:0], out=ragged.out[:0]))
+    topk.topk_indices(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32))
+
+
+# ---- top-k
+
+
+def small_plan(slices, room=128, listed=64):
+    """A plan whose lists and registers hold little, so that a short row takes every path."""
+
+    def plan(rows, width, k, device):
+        c, _ = MAKE(rows, width, k, device)
+        chunks = -(-width // (slices * 64))
+        fields = {
+            "room": room,
+            "sample": 64,
+            "slices": slices,
+            "chunk": 64,
+            "chunks": chunks,
+            "listed": listed,
+            "words": 8,
+        }
+        return replace(c, **fields, searched=64, num_warps=4, list_warps=4), rows if slices > 1 else min(rows, 3)
+
+    return plan
+
+
+MAKE = topk.plan
+KINDS = ("normal", "ties", "zeros", "sorted", "infinities", "wide", "equal")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("slices", "listed"), [(4, 64), (3, 16), (1, 128)])
+def test_topk_equals_the_reference_whichever_way_it_is_found(kind, slices, listed, monkeypatch):
+    monkeypatch.setattr(topk, "plan", small_plan(slices, listed=listed))
+    for rows, width, k, dtype in ((4, 450, 24, torch.float32), (3, 330, 20, torch.bfloat16)):
+        assert compare_topk(TopkCase(rows, width, k, kind, dtype), topk.topk_indices, "cpu") == []
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
+def test_topk_of_rows_that_registers_hold(kind):
+    for case in (TopkCase(3, 100, 30, kind), TopkCase(2, 40, 64, kind), TopkCase(4, 300, 1, kind)):
+        assert compare_topk(case, topk.topk_indices, "cpu") == []
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros"])
+def test_topk_as_it_is_planned(kind):
+    assert compare_topk(TopkCase(2, 20000, 2048, kind, full=True), topk.topk_indices, "cpu") == []
+
+
+def test_the_estimate_usually_serves(monkeypatch):
+    """Of random rows, the candidates hold the k largest and fit: the row is read once."""
+    from octavo.device import Device
+
+    rows, width, k = 6, 4000, 64
+    plan = small_plan(4, room=512, listed=256)
+    monkeypatch.setattr(topk, "plan", lambda *a: (replace(plan(*a)[0], sample=1024), rows))
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
+    lens = torch.full((rows,), width, dtype=torch.int32)
+    out = torch.empty((rows, k), dtype=torch.int32)
+    (kernel, programs, arguments), _ = topk.launches(logits, lens, out, Device.named("h200"))
+    kernel[(programs,)](**arguments)
+    listed = arguments["counts"][:, :4]
+    assert (listed.sum(1) >= k).all() and (listed.sum(1) <= 4 * k).all()
