@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from octavo.bench.indexer_cases import issue_cases
+from octavo.bench.indexer_cases import hopper_grid
 from octavo.bench.indexer_measure import IndexerInputs, measure
 from octavo.bench.records import Record, RecordFile, environment
 from octavo.bench.roofline import measure_ceilings
@@ -45,7 +45,7 @@ def main() -> None:
     env = environment(arguments.device)
     print(f"ceilings: {ceilings}", flush=True)
     with RecordFile(arguments.out) as file:
-        for case in issue_cases():
+        for case in hopper_grid():
             if case.op not in arguments.ops.split(","):
                 continue
             inputs = IndexerInputs(case, arguments.device)

@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from octavo.bench.indexer_cases import IndexerCase, issue_cases
+from octavo.bench.indexer_cases import IndexerCase, hopper_grid
 from octavo.bench.indexer_measure import IndexerInputs, measure
 from octavo.bench.records import Record, RecordFile, environment
 from octavo.bench.roofline import measure_ceilings
@@ -62,7 +62,7 @@ def main() -> None:
     print(f"ceilings: {ceilings}", flush=True)
     against_peer: dict[str, list[float]] = defaultdict(list)
     with RecordFile(arguments.out) as file:
-        for case in issue_cases():
+        for case in hopper_grid():
             if case.op not in LOGITS:
                 continue
             inputs = IndexerInputs(case, arguments.device)

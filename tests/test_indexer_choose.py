@@ -147,7 +147,7 @@ def test_work_by_hand():
     assert cases.append(3).work.bytes == 3 * (256 + 132 + 8)
     uneven = cases.paged_uneven(64, 8192)
     assert min(uneven.lens) == 1024 and max(uneven.lens) == 15360 and abs(sum(uneven.lens) / 64 - 8192) < 64
-    names = [case.name for case in cases.issue_cases()]
+    names = [case.name for case in cases.hopper_grid()]
     assert len(names) == len(set(names)) == 54
 
 

@@ -84,7 +84,7 @@ def append(tokens: int, spec: IndexerSpec = DEEPSEEK) -> IndexerCase:
     return IndexerCase(f"append/indexer/{_shape(spec)}/t{tokens}", "append", spec, (), tokens)
 
 
-def issue_cases() -> list[IndexerCase]:
+def hopper_grid() -> list[IndexerCase]:
     """The grid that octavo's indexer is held to on an H200."""
     made = [paged(b, n, rows) for rows in (1, 2, 4) for b in (1, 16, 64, 256) for n in (4096, 32768, 131072)]
     made += [paged_uneven(64, 8192, rows) for rows in (1, 2, 4)]
