@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import ops
+from .backends import PHASES
 from .cache import PagedCache
 from .choose import choose
 from .device import torch_device
@@ -68,8 +69,11 @@ class Attention:
             )
         self.workspace = workspace
         # Of its own, not in the workspace: kinds that share a workspace each keep their step's schedule.
-        ints = self.choice.schedule_ints(max_batch)
-        self._schedule = torch.empty(ints, dtype=torch.int32, device=self.device) if ints else None
+        self._schedules = {
+            phase: torch.empty(ints, dtype=torch.int32, device=self.device)
+            for phase in PHASES
+            if (ints := self.choice.schedule_ints(phase, max_batch, max_query_tokens))
+        }
         self._spec_json = spec.to_json()
         self._cache_fields = spec.cache_fields
         self._query_dtype = TORCH_DTYPES[spec.query_dtype]
@@ -117,9 +121,9 @@ class Attention:
                 raise InvalidInput(f"{name} must be an integer, {limit}", repr(count))
         self._step = (seq_lens, page_table, query_starts)
         self._num_decodes, self._max_query_len = num_decodes, max_query_len
-        if self._schedule is not None:
-            decode = self.choice.decode.backend
-            ops.plan(*self._step, self._schedule, self._spec_json, decode, num_decodes, max_query_len)
+        for phase, schedule in self._schedules.items():
+            backend = self.choice.phase(phase).backend
+            ops.plan(*self._step, schedule, self._spec_json, phase, backend, num_decodes, max_query_len)
 
     def run(
         self,
@@ -188,7 +192,8 @@ class Attention:
             out_scale,
             sinks,
             self.workspace,
-            self._schedule,
+            self._schedules.get("decode"),
+            self._schedules.get("prefill"),
             out,
             lse,
             memory.strides,

@@ -6,6 +6,7 @@ Those four travel as one object, so that a wrong mix cannot be expressed: no ker
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -61,26 +62,26 @@ class PagedCache:
         """A zeroed cache of `num_pages` pages on `device`.
 
         k_scale, v_scale: as in the class; a Python number fills the shape. With token_head they are made here and
-        written by `append`. Raises InvalidInput for scales that are not finite and positive or of another shape,
-        Unsupported where the layout cannot hold the spec.
+        written by `append`. Raises InvalidInput for scales that are not finite and positive or of another shape, and
+        for more pages than there is memory for (then nothing stays allocated), Unsupported where the layout cannot hold
+        the spec.
         """
         _check_layout(spec)
         positive("num_pages", num_pages)
         device = torch_device(device)
-        storage = FORMATS[spec.kv_dtype].storage
-        k_shape, v_shape = shapes(spec, num_pages)
-        if spec.mla:
-            k = torch.zeros(k_shape, dtype=storage, device=device)
-            return cls(spec, k, k[..., : spec.value_dim], k_scale, v_scale)
-        if spec.layout != "leaf":
-            k = torch.zeros(k_shape, dtype=storage, device=device)
-            return cls(spec, k, torch.zeros(v_shape, dtype=storage, device=device), k_scale, v_scale)
-        k_head = spec.page_size * spec.head_dim
-        pool = torch.zeros(
-            (num_pages, spec.num_kv_heads, k_head + spec.page_size * spec.value_dim), dtype=storage, device=device
-        )
-        k = pool[..., :k_head].unflatten(-1, k_shape[2:])
-        return cls(spec, k, pool[..., k_head:].unflatten(-1, v_shape[2:]), k_scale, v_scale)
+        try:
+            return cls(spec, *_zeros(spec, num_pages, device), k_scale, v_scale)
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            error.__traceback__ = None  # its frames hold what was allocated by then
+            page = spec.bytes_per_token * spec.page_size
+            free = _free_bytes(device)
+            raise InvalidInput(
+                f"num_pages must fit in the memory of {device}, of which {free:,} bytes are free: "
+                f"{free // page:,} pages of {page:,} bytes",
+                f"{num_pages:,} pages, {num_pages * page:,} bytes",
+            ) from error
 
     @classmethod
     def view(
@@ -256,6 +257,36 @@ class PagedCache:
             f"PagedCache({self.num_pages} pages of {s.page_size}, {s.num_kv_heads} x {s.head_dim}/{s.value_dim}, "
             f"{s.kv_dtype}, {s.layout}, scales {s.scale_granularity if s.fp8 else 'none'}, {self.device})"
         )
+
+
+def _zeros(spec: AttentionSpec, num_pages: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of `num_pages` pages in the spec's layout."""
+    storage = FORMATS[spec.kv_dtype].storage
+    k_shape, v_shape = shapes(spec, num_pages)
+    if spec.mla:
+        k = torch.zeros(k_shape, dtype=storage, device=device)
+        return k, k[..., : spec.value_dim]
+    if spec.layout != "leaf":
+        k = torch.zeros(k_shape, dtype=storage, device=device)
+        return k, torch.zeros(v_shape, dtype=storage, device=device)
+    k_head = spec.page_size * spec.head_dim
+    pool_shape = (num_pages, spec.num_kv_heads, k_head + spec.page_size * spec.value_dim)
+    pool = torch.zeros(pool_shape, dtype=storage, device=device)
+    return pool[..., :k_head].unflatten(-1, k_shape[2:]), pool[..., k_head:].unflatten(-1, v_shape[2:])
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether torch says that there is not enough memory: on a CPU it has no class for that."""
+    words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in words)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on a device, those that torch keeps for itself included."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def expand_page_table(page_table: torch.Tensor, page_size: int, kernel_page_size: int) -> torch.Tensor:

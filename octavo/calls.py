@@ -79,7 +79,8 @@ class AttentionCall:
         num_decodes: the first so many sequences are decodes, where the caller knows; None: decided on the device, by
             a sequence's rows being at most spec.max_query_len.
         max_query_len: most rows of any sequence of this call, where the caller knows.
-        schedule: int32, what the decode backend's plan wrote for this step; None: it has none, or makes its own.
+        schedule, prefill_schedule: int32, what the plans of the decode and of the prefill backend wrote for this step;
+            None: it has none, or makes its own.
     """
 
     spec: AttentionSpec
@@ -97,3 +98,4 @@ class AttentionCall:
     num_decodes: int | None
     max_query_len: int | None
     schedule: torch.Tensor | None = None
+    prefill_schedule: torch.Tensor | None = None

@@ -89,10 +89,10 @@ class Choice:
             for p in PHASES
         )
 
-    def schedule_ints(self, max_batch: int) -> int:
-        """int32 that the decode backend's plan writes for up to max_batch sequences; 0: it has no plan."""
-        of = BY_NAME[self.decode.backend].schedule_ints
-        return 0 if of is None else of(self.spec, self.device, max_batch)
+    def schedule_ints(self, phase: str, max_batch: int, max_query_tokens: int) -> int:
+        """int32 that the plan of a phase's backend writes for batches of at most that size; 0: it has no plan."""
+        of = BY_NAME[self.phase(phase).backend].schedule_ints
+        return 0 if of is None else of(self.spec, self.device, phase, max_batch, max_query_tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """For --json and records."""

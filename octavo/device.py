@@ -116,7 +116,7 @@ KNOWN = {
 }
 
 
-def _triton_version() -> str:
+def triton_version() -> str:
     """Version of the installed Triton from its metadata, without importing it; "" if there is none."""
     for package in ("triton", "pytorch-triton-rocm"):
         try:
@@ -144,7 +144,7 @@ def from_properties(properties: Any, rocm: bool = False) -> Device:
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 0),
         memory_gb=round(properties.total_memory / 1e9, 1),
         bandwidth_gbs=same.bandwidth_gbs if same else 0.0,
-        triton_version=_triton_version(),
+        triton_version=triton_version(),
     )
 
 

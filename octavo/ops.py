@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
+from typing import Any
 
 import torch
 
-from .backends import BY_NAME, WRITTEN
+from .backends import BY_NAME, TRITON_VERSION, WRITTEN
 from .calls import AppendCall, AttentionCall, CacheBytes
+from .device import triton_version
+from .errors import OctavoError, Unsupported
 from .layouts import Strides
 from .spec import AttentionSpec
 
+PLANS = {"prefill": "prefill_plan", "decode": "plan"}  # what a backend's plan of a phase is called
 _library = torch.library.Library("octavo", "DEF")
 
 _library.define(
@@ -28,12 +32,13 @@ _library.define(
 _library.define(
     "attention(Tensor q, Tensor k_pool, Tensor? v_pool, Tensor? k_scale, Tensor? v_scale, Tensor seq_lens, "
     "Tensor page_table, Tensor query_starts, Tensor? q_scale, Tensor? out_scale, Tensor? sinks, Tensor(a!) workspace, "
-    "Tensor(d!)? schedule, Tensor(b!) out, Tensor(c!)? lse, int[] strides, str spec, str prefill, str decode, "
+    "Tensor(d!)? schedule, Tensor(e!)? prefill_schedule, Tensor(b!) out, Tensor(c!)? lse, int[] strides, str spec, "
+    "str prefill, str decode, "
     "SymInt? num_decodes, SymInt? max_query_len) -> ()"
 )
 _library.define(
-    "plan(Tensor seq_lens, Tensor page_table, Tensor query_starts, Tensor(a!) schedule, str spec, str backend, "
-    "SymInt? num_decodes, SymInt? max_query_len) -> ()"
+    "plan(Tensor seq_lens, Tensor page_table, Tensor query_starts, Tensor(a!) schedule, str spec, str phase, "
+    "str backend, SymInt? num_decodes, SymInt? max_query_len) -> ()"
 )
 _library.define("merge_states(Tensor outs, Tensor lses, str backend) -> (Tensor, Tensor)")
 
@@ -45,8 +50,42 @@ plan = torch.ops.octavo.plan.default
 
 @lru_cache(maxsize=64)
 def kernel(backend: str, file: str, function: str | None = None) -> Callable:
-    """`function` (None: named as its file) in `file` of a backend's package, imported at first use."""
-    return getattr(import_module(f"{BY_NAME[backend].module}.{file}"), function or file)
+    """`function` (None: named as its file) in `file` of a backend's package, imported at first use.
+
+    Raises Unsupported where Triton has not what the file imports. An error of its compiler carries a note with the
+    kernel and the spec.
+    """
+    try:
+        found = getattr(import_module(f"{BY_NAME[backend].module}.{file}"), function or file)
+    except ImportError as error:
+        if not (error.name or "").startswith("triton"):
+            raise
+        needs = TRITON_VERSION.needs + (", with Gluon" if backend == "gluon" else "")
+        there = f"found triton {triton_version() or 'none'}, which has no {error.name}"
+        raise Unsupported(f"backend {backend} cannot run {file}", [f"needs {needs}; {there}"]) from error
+
+    @wraps(found)
+    def call(*arguments: Any) -> Any:
+        try:
+            return found(*arguments)
+        except OctavoError:
+            raise
+        except Exception as error:
+            # What add_note does, from Python 3.11 on.
+            vars(error).setdefault("__notes__", []).append(_failed(backend, file, arguments))
+            raise
+
+    return call
+
+
+def _failed(backend: str, file: str, arguments: tuple[Any, ...]) -> str:
+    """What to know of an error inside a kernel's launch: which one, of what, and what can be done."""
+    spec = next((s for a in arguments if isinstance(s := getattr(a, "spec", a), AttentionSpec)), None)
+    of = "" if spec is None else f", of {spec.to_json()}"
+    return (
+        f"octavo: {backend}'s {file} did not compile or launch{of}. `octavo check --backend {backend}` tells what runs "
+        "on this machine; backend= or OCTAVO_BACKEND takes another one"
+    )
 
 
 def cache_backend(device: torch.device, name: str) -> str:
@@ -99,6 +138,7 @@ def _attention(
     sinks: torch.Tensor | None,
     workspace: torch.Tensor,
     schedule: torch.Tensor | None,
+    prefill_schedule: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     strides: list[int],
@@ -125,6 +165,7 @@ def _attention(
         num_decodes,
         max_query_len,
         schedule,
+        prefill_schedule,
     )
     # Prefill first: it also writes the rows that belong to no sequence. Where every sequence decodes, decode does.
     if num_decodes != seq_lens.shape[0] or num_decodes == 0:
@@ -139,12 +180,13 @@ def _plan(
     query_starts: torch.Tensor,
     schedule: torch.Tensor,
     spec: str,
+    phase: str,
     backend: str,
     num_decodes: int | None,
     max_query_len: int | None,
 ) -> None:
     made = AttentionSpec.from_json(spec)
-    kernel(backend, "plan")(made, seq_lens, page_table, query_starts, schedule, num_decodes, max_query_len)
+    kernel(backend, PLANS[phase])(made, seq_lens, page_table, query_starts, schedule, num_decodes, max_query_len)
 
 
 def _merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -260,7 +260,7 @@ def hopper_prefill_tile(spec: AttentionSpec) -> HopperPrefillTile:
     piece = 64 if exact else spec.head_dim
     results = 64 * piece * 4 if piece <= 128 else 0  # on their way to whole rows
     room = HOPPER_SHARED_MEMORY - HOPPER_RESERVED - HOPPER_SCRATCH - query - results
-    stages = min(4, room // (block * 2 * spec.head_dim))
+    stages = 4 if room >= 4 * block * 2 * spec.head_dim else 2
     return HopperPrefillTile(min(spec.group_size & -spec.group_size, 32), block, stages)
 
 

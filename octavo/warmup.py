@@ -18,6 +18,7 @@ import torch
 from .attention import Attention
 from .cache import PagedCache
 from .choose import Choice
+from .errors import InvalidInput
 from .formats import TORCH_DTYPES
 from .spec import AttentionSpec, positive
 
@@ -84,6 +85,9 @@ def warm(
     """
     for name, value in (("max_batch", max_batch), ("max_query_tokens", max_query_tokens), ("max_context", max_context)):
         positive(name, value)
+    if max_query_tokens < choice.spec.max_query_len:
+        needed = f"max_query_tokens must hold one sequence's {choice.spec.max_query_len} rows of a decode step"
+        raise InvalidInput(needed, max_query_tokens)
     with watched() as found:
         for call in calls(choice, torch.device(device), max_batch, max_query_tokens, max_context):
             call()

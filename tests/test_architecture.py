@@ -16,10 +16,10 @@ PACKAGE = ROOT / "octavo"
 # A module imports modules of its own floor and of those below. Rooms are packages, so a new file in one needs no entry.
 FLOORS = (
     {"errors", "spec", "formats", "layouts", "device", "calls", "indexer_calls", "notices"},
-    {"reference", "backends", "tuning", "known_models", "configs", "kernels"},
-    {"choose", "models"},
+    {"reference", "backends", "tuning", "known_models", "configs", "kernels", "indexer_backends"},
+    {"choose", "indexer_choose", "models"},
     {"ops", "indexer_ops", "cache", "attention", "indexer"},
-    {"integrations", "serve", "cli", "bench", "testing", "quality", "__main__"},
+    {"integrations", "serve", "cli", "bench", "testing", "quality", "warmup", "__main__"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 OPTIONAL = ("triton", "vllm", "sglang", "transformers", "typer", "rich", "matplotlib", "jinja2")

@@ -187,7 +187,7 @@ def test_ops_pass_torchs_own_checks():
         (
             *(batch.q, memory.k_pool, memory.v_pool, None, None),
             *(batch.seq_lens, batch.page_table, batch.query_starts, None, None, None),
-            *(attn.workspace, None, torch.zeros_like(batch.q), None, memory.strides, SPEC.to_json()),
+            *(attn.workspace, None, None, torch.zeros_like(batch.q), None, memory.strides, SPEC.to_json()),
             *("reference", "reference", None, None),
         ),
     )

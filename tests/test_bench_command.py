@@ -11,7 +11,7 @@ pytest.importorskip("typer", reason="typer is an extra")
 pytest.importorskip("rich", reason="rich is an extra")
 from typer.testing import CliRunner  # noqa: E402
 
-from octavo.bench import matrix, measure  # noqa: E402
+from octavo.bench import matrix, measure, records  # noqa: E402
 from octavo.bench.peers import PEERS, Peer  # noqa: E402
 from octavo.bench.records import read_records  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["bench", "--out", "r.jsonl", *arguments])
+    result = CliRunner().invoke(app, ["bench", "--out", "r.jsonl", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -135,6 +135,11 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch):
         (["--kv-cache-dtype", "int8"], "int8"),
         (["--tp", "3"], "tp must divide"),
         (["--device", "tpu"], "--device must be auto, cpu or cuda"),
+        (["--tp", "\u00b2"], "--tp must be positive numbers"),
+        (["--context", "9" * 5000], "--context must be positive numbers"),
+        (["--ops", ""], "there must be something to measure"),
+        (["--models", "deepseek-v3.2"], "whose attention is not latent"),
+        (["--out", "."], "must be a file of records; came Is a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, why):
@@ -147,3 +152,89 @@ def test_a_foreign_file_is_not_touched():
     Path("r.jsonl").write_text("name,us\n")
     code, _, err = bench(*SMALL)
     assert code == 2 and "r.jsonl:1 must hold one JSON object" in err and Path("r.jsonl").read_text() == "name,us\n"
+
+
+@pytest.mark.parametrize("content", ["precious words without an end", '{"a": 1}', '[{"case": "x"', '{"case": "x"}'])
+def test_a_foreign_file_without_a_line_end_is_not_touched(content):
+    Path("r.jsonl").write_text(content)
+    code, _, err = bench(*SMALL)
+    assert code == 2 and "r.jsonl" in err and len(err.splitlines()) == 1 and Path("r.jsonl").read_text() == content
+
+
+def test_a_whole_record_without_its_line_end_is_kept(monkeypatch):
+    assert bench(*SMALL)[0] == 0
+    whole = Path("r.jsonl").read_bytes()
+    Path("r.jsonl").write_bytes(whole[:-1])
+    monkeypatch.setattr(measure, "time_calls", lambda *_, **__: pytest.fail("run again"))
+    assert bench(*SMALL)[0] == 0 and Path("r.jsonl").read_bytes() == whole
+
+
+def test_a_record_cut_anywhere_is_cut_off_and_measured_again():
+    assert bench(*SMALL)[0] == 0
+    lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
+    for cut in (1, 9, lines[-1].index(b"}") + 1, len(lines[-1]) - 2):
+        Path("r.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:cut])
+        assert len(records.RecordFile("r.jsonl").done()) == 2, cut
+        assert Path("r.jsonl").read_bytes() == b"".join(lines[:-1])
+
+
+def test_a_file_where_a_folder_should_be_is_one_line():
+    Path("words").write_text("")
+    code, out, err = bench(*SMALL, "--out", "words/r.jsonl")
+    assert code == 2 and out == "" and "words/r.jsonl must be writable" in err
+
+
+def test_formats_models_and_repeats_have_a_name_each(model_folder):
+    cells = matrix.cases(matrix.Selection(kv_dtypes=("fp8_e4m3", "fp8_e5m2", "bfloat16")))
+    assert len({case.name for case in cells}) == len(cells)
+    assert {case.name.split("/")[3] for case in cells if case.spec.kv_dtype == "fp8_e5m2"} == {"fp8_e5m2"}
+    code, out, _ = bench(*SMALL, "--tp", "1,1", "--kv-cache-dtype", "fp8,fp8_e4m3", "--ops", "decode", "--json")
+    assert code == 0 and len(out.splitlines()) == 1
+    config = json.loads((model_folder / "config.json").read_text())
+    for folder, heads in (("a", 2), ("b", 4)):
+        Path(folder, "same").mkdir(parents=True)
+        Path(folder, "same", "config.json").write_text(json.dumps({**config, "num_key_value_heads": heads}))
+    code, _, err = bench(*SMALL, "--models", "a/same,b/same", "--out", "two.jsonl")
+    assert code == 2 and "models must differ in their names" in err
+
+
+def test_a_cell_that_fails_is_a_record_and_the_others_go_on(monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr("octavo.reference.decode.attention", broken)
+    code, _, err = bench(*SMALL)
+    first, *others = read_records([Path("r.jsonl")])
+    assert code == 1 and first.error == "failed: RuntimeError: PassManager::run failed" and first.us is None
+    assert len(others) == 2 and all(r.us for r in others) and "1 results of octavo's are wrong or failed" in err
+
+
+def test_inputs_that_do_not_fit_are_a_record(monkeypatch):
+    def too_large(*_: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(measure, "AttentionInputs", too_large)
+    assert bench(*SMALL, "--ops", "decode")[0] == 1
+    assert [r.error for r in read_records([Path("r.jsonl")])] == ["failed: RuntimeError: can't allocate memory"]
+
+
+def test_a_result_of_nan_is_a_record_that_is_json(monkeypatch):
+    monkeypatch.setattr("octavo.reference.decode.attention", lambda call, phase: call.out.fill_(float("nan")))
+    code, out, _ = bench(*SMALL, "--ops", "decode", "--json")
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert code == 1 and found["error"] == "wrong: relative error nan" and "rel_err" not in found
+
+
+def test_without_a_gpu_it_says_what_it_is():
+    code, out, err = bench(*SMALL, "--json")
+    assert code == 0 and "no GPU here: the reference on tiny cases" in err and "no GPU" not in out
+
+
+def test_the_environment_is_of_what_is_installed(monkeypatch, tmp_path):
+    import importlib.metadata
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} of metadata")
+    assert records.environment()["triton"] == "triton of metadata"
+    monkeypatch.setattr(records, "_output", lambda command: "abc1234")
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "site-packages" / "octavo" / "bench" / "records.py"))
+    assert "commit" not in records.environment()  # whatever repository it is installed into

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +188,25 @@ def test_the_command_writes_page_tables_and_figure(file, tmp_path, monkeypatch):
         ('{"schema": 2}\n', r"r\.jsonl:1 must have schema 1; came 2"),
         (RECORDS[0].to_json()[:-1] + ', "speed": 3}\n', "must have the fields of a record; came also speed"),
         ("", "at least one record"),
+        *(
+            (json.dumps(json.loads(RECORDS[0].to_json()) | {name: value}) + "\n", rf"r\.jsonl:1: {name} must be")
+            for name, value in (
+                *(("us", v) for v in ("x", 0, -1, math.nan, math.inf, True, [1], 10**400)),
+                *((name, "x") for name in ("bytes", "flops", "rel_err", "rel_err_bf16", "spec", "ceiling", "env")),
+                *((name, 5) for name in ("case", "op", "backend", "run", "timing", "time")),
+                ("case", ""),
+                ("run", ["a"]),
+                ("spec", None),
+            )
+        ),
+        (json.dumps(json.loads(RECORDS[0].to_json()) | {"op": "sort"}) + "\n", r"r\.jsonl:1: op must be one of"),
+        (json.dumps(json.loads(RECORDS[0].to_json()) | {"env": {"gpu": 5}}) + "\n", "1: gpu of env must be text"),
+        (
+            json.dumps(json.loads(RECORDS[0].to_json()) | {"ceiling": {"copy_tbs": "4"}}) + "\n",
+            "1: copy_tbs of ceiling",
+        ),
+        ("[" * 100_000 + "\n", r"r\.jsonl:1 must hold one JSON object"),
+        ('{"schema": ' + "1" * 5000 + "}\n", r"r\.jsonl:1 must hold one JSON object"),
     ],
 )
 def test_a_bad_file_of_records_is_one_line(tmp_path, monkeypatch, content, why):
@@ -202,6 +224,20 @@ def test_a_bad_file_of_records_is_one_line(tmp_path, monkeypatch, content, why):
         ("[]", "no model, variants"),
         (json.dumps(accuracy(schema=2)), "schema 2"),
         (json.dumps({k: v for k, v in accuracy().items() if k != "sides"}), "no sides"),
+        (json.dumps(accuracy(model=5)), "model of another kind"),
+        (json.dumps(accuracy(model={"name": 5, "dtype": "x"})), "name of model of another kind"),
+        (json.dumps(accuracy(text={"source": "s", "windows": "2", "length": 64})), "windows of text"),
+        (json.dumps(accuracy(sides=[])), "sides of another kind"),
+        (json.dumps(accuracy(sides={"16-bit": {"perplexity": {"value": math.nan}}})), "perplexity of '16-bit'"),
+        (json.dumps(accuracy(sides={**accuracy()["sides"], "x": accuracy()["sides"]["16-bit"]})), "change of 'x'"),
+        (json.dumps(accuracy(retrieval=[{"context": "a", "trials": 1, "right": {}}])), "row 0 of retrieval"),
+        (
+            json.dumps(accuracy(retrieval=[{"context": 9, "trials": 1, "right": {"16-bit": [True]}}])),
+            "row 0 of retrieval",
+        ),
+        (json.dumps(accuracy(environment={"gpu": None})), "environment of another kind"),
+        ("[" * 100_000, "one JSON object"),
+        ('{"schema": ' + "1" * 5000 + "}", "one JSON object"),
     ],
 )
 def test_a_bad_accuracy_file_is_one_line(tmp_path, content, why):
@@ -230,3 +266,120 @@ def test_a_browser_shows_it_without_a_complaint(file, tmp_path):
         check=True,
     )
     assert "CONSOLE" not in found.stderr and shot.stat().st_size > 10_000
+
+
+def test_what_is_null_or_not_a_number_is_not_there(tmp_path):
+    content = json.loads(RECORDS[0].to_json()) | {
+        "bytes": None,
+        "timing": None,
+        "rel_err": math.nan,
+        "backend": "a\u2028b",
+    }
+    (tmp_path / "r.jsonl").write_text(json.dumps(content, ensure_ascii=False) + "\n")
+    (found,) = evidence.read([tmp_path / "r.jsonl"]).records
+    assert (found.bytes, found.timing, found.rel_err, found.backend) == (None, "", None, "a\u2028b")
+    (tmp_path / "r.jsonl").write_text(record(f"decode/llama/b{'9' * 5000}/ctx8", "gluon").to_json() + "\n")
+    assert evidence_page.page(evidence.read([tmp_path / "r.jsonl"]))
+    wide = {**SPEC, "softmax_scale": 10**400}
+    write(tmp_path / "r.jsonl", [record("decode/llama/b1/ctx8", "gluon", spec=wide)])
+    assert evidence.plans(evidence.read([tmp_path / "r.jsonl"])) == []
+
+
+def test_where_a_model_was_measured_is_on_the_page(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(accuracy(environment={"gpu": "NVIDIA L40S"})))
+    found = evidence.read([tmp_path / "a.json"])
+    assert "NVIDIA L40S" in evidence_page.page(found) and "NVIDIA L40S" in evidence_page.markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "b200"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("none", "cpu"),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_plan_is_of_the_named_device_or_of_none(gpu, name):
+    device = evidence._device({"gpu": gpu})
+    assert (device and device.name) == name
+
+
+def test_points_of_several_runs_are_said_to_be(tmp_path):
+    records = [record(f"decode/llama/tp1/b64/ctx{n}", "gluon", run=run) for n, run in ((1024, "r1"), (8192, "r2"))]
+    (figure,) = evidence_page.speed_figures(evidence.read([write(tmp_path / "r.jsonl", records)]))
+    assert "one of the 2 runs" in figure.caption
+    (figure,) = evidence_page.speed_figures(evidence.read([write(tmp_path / "r.jsonl", RECORDS)]))
+    assert "Dashed: measured in the same run." in figure.caption
+
+
+def test_a_failed_cell_is_not_called_refused():
+    failed = record("decode/llama/b1/ctx8", "triton", None, error="failed: RuntimeError: no")
+    assert evidence_page._entry(failed, None)["text"] == "failed"
+
+
+def test_what_moves_a_cursor_is_written_out(file, tmp_path, monkeypatch):
+    assert evidence_page._plain("a\x1b[2Jb~c") == "a \\[2Jb\\~c"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text(RECORDS[0].to_json()[:-1] + ', "\\u001b[2J\\u009b": 3}\n')
+    result = CliRunner().invoke(app, ["report", "bad.jsonl"], color=True)
+    assert result.exit_code == 2 and "also \\x1b[2J\\x9b" in result.stderr and "\x1b" not in result.stderr
+
+
+def test_inputs_and_outputs_are_different_files(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = file.read_bytes()
+    for arguments in (
+        ["--out", file],
+        ["--markdown", tmp_path / "sub" / ".." / file.name],
+        ["--figure", "report.html"],
+    ):
+        code, out, err = report(file, *arguments)
+        assert code == 2 and "neither read nor written otherwise" in err and out == ""
+        assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == [file.name]
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub").rmdir()
+
+
+def test_nothing_is_written_where_something_cannot_be(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "one.jsonl", RECORDS[-1:])
+    code, _, err = report("one.jsonl", "--figure", "f.svg")
+    assert code == 2 and "--figure needs a case at two contexts" in err
+    code, _, err = report(file, "--markdown", "none/t.md")
+    assert code == 2 and "--markdown must lie in a folder" in err
+    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl"}
+
+
+def test_a_pipe_is_written_to_and_stays_one(file, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    code, _, _ = report(file, "--out", tmp_path / "pipe")
+    reader.join(10)
+    assert code == 0 and read[0].startswith("<!doctype html>") and (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_the_font_lacks_are_no_warning(tmp_path):
+    records = [record(f"decode/\u6a21\u578b/b1/ctx{n}", "\u6a21\u578b") for n in (1024, 2048)]
+    assert "\u6a21\u578b" in evidence_page.page(evidence.read([write(tmp_path / "r.jsonl", records)]))
+
+
+@pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("pdftotext")), reason="no chromium or pdftotext here"
+)
+def test_in_print_no_column_is_cut_off(tmp_path):
+    names = ("gluon", "triton", "flashinfer-fa3", "flashinfer-xqa", "flashinfer-fa2", "sdpa-cudnn", "sdpa-flash")
+    case = "decode/gpt-oss-120b:sliding_window/tp1/b512/ctx32768"
+    records = [record(case, name, 12345.6 + i) for i, name in enumerate(names)]
+    page = tmp_path / "r.html"
+    page.write_text(evidence_page.page(evidence.read([write(tmp_path / "r.jsonl", records)])))
+    arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/chr"]
+    command = ["chromium", *arguments, f"--print-to-pdf={tmp_path}/r.pdf", page.as_uri()]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    text = subprocess.run(["pdftotext", tmp_path / "r.pdf", "-"], capture_output=True, text=True, check=True).stdout
+    assert all(f"{12345.6 + i:,.1f}" in text for i in range(len(names))) and "ratio" in text

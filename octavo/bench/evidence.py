@@ -5,7 +5,6 @@ Sides are compared only where they share a run, for a machine is not the same fr
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -16,8 +15,9 @@ from typing import Any
 from ..backends import BY_NAME
 from ..choose import choose
 from ..device import KNOWN, Device
-from ..errors import InvalidInput, OctavoError
+from ..errors import OctavoError
 from ..spec import AttentionSpec
+from .accuracy_file import read_accuracy
 from .records import OPS, Record, read_records
 
 COMPUTE_BOUND = ("prefill", "mqa_logits")  # told in TFLOP/s; the others in TB/s
@@ -80,7 +80,8 @@ class Evidence:
     @property
     def environments(self) -> list[dict[str, str]]:
         """Distinct ones, in order of appearance."""
-        return _distinct([record.env for record in self.records if record.env])
+        found = [record.env for record in self.records] + [one["environment"] for one in self.accuracy]
+        return _distinct([env for env in found if env])
 
     def of_op(self, op: str) -> list[Cell]:
         """Cells of one op."""
@@ -93,25 +94,10 @@ def read(paths: Sequence[Path]) -> Evidence:
     accuracy: list[dict[str, Any]] = []
     for path in paths:
         if path.suffix == ".json":
-            accuracy.append(_accuracy(path))
+            accuracy.append(read_accuracy(path))
         else:
             records += read_records([path])
     return Evidence(_cells(records), accuracy, [path.name for path in paths])
-
-
-def _accuracy(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
-    except json.JSONDecodeError as error:
-        raise InvalidInput(f"{path} must hold one JSON object", f"{error.msg} in line {error.lineno}") from error
-    needed = ("model", "variants", "sides", "text", "retrieval", "environment")
-    missing = [name for name in needed if not isinstance(found, dict) or name not in found]
-    if missing or found.get("schema") != 1:
-        what = f"no {', '.join(missing)}" if missing else f"schema {found.get('schema')!r}"
-        raise InvalidInput(f"{path} must be a file of octavo accuracy, schema 1", what)
-    return found
 
 
 def _cells(records: Iterable[Record]) -> list[Cell]:
@@ -129,7 +115,8 @@ def _cells(records: Iterable[Record]) -> list[Cell]:
 def size(part: str) -> tuple[str, int] | None:
     """A part of a case's name that is a size: "b64" is ("b", 64)."""
     letters = part.rstrip("0123456789")
-    return (letters, int(part[len(letters) :])) if letters in ("b", "q", "ctx", "t", "n") and part != letters else None
+    digits = part[len(letters) :]
+    return (letters, int(digits)) if letters in ("b", "q", "ctx", "t", "n") and 0 < len(digits) <= 18 else None
 
 
 def _natural(name: str) -> list[Any]:
@@ -251,10 +238,11 @@ def plans(evidence: Evidence) -> list[tuple[str, str]]:
     for cell in evidence.cells:
         for name, record in cell.records.items():
             spec = _spec(record) if name in BY_NAME and cell.op != "append" else None
-            if spec is None:
+            device = _device(record.env)
+            if spec is None or device is None:
                 continue
             try:
-                plan = str(choose(spec, _device(record.env)))
+                plan = str(choose(spec, device))
             except OctavoError as refusal:
                 plan = str(refusal)
             subjects = found.setdefault(plan, [])
@@ -263,10 +251,11 @@ def plans(evidence: Evidence) -> list[tuple[str, str]]:
     return [(", ".join(subjects), plan) for plan, subjects in found.items()]
 
 
-def _device(env: dict[str, str]) -> Device:
-    """The known device that a record's GPU name speaks of ("NVIDIA H200" is h200); else the CPU."""
-    gpu = env.get("gpu", "").lower().replace(" ", "")
-    return next((device for name, device in KNOWN.items() if name in gpu), KNOWN["cpu"])
+def _device(env: dict[str, str]) -> Device | None:
+    """The known device that a record's GPU name speaks of ("NVIDIA H200" is h200); the CPU for "none"; else None."""
+    words = env.get("gpu", "none").lower().replace("rtx ", "rtx").replace("-", " ").split()
+    words += [word[1:] for word in words if word.startswith("g") and word not in KNOWN]  # gb200 has a b200
+    return KNOWN["cpu"] if words == ["none"] else next((d for name, d in KNOWN.items() if name in words), None)
 
 
 def _spec(record: Record) -> AttentionSpec | None:
@@ -275,5 +264,5 @@ def _spec(record: Record) -> AttentionSpec | None:
     fields = {name: value for name, value in record.spec.items() if name in known}
     try:
         return AttentionSpec(**fields) if {"num_q_heads", "num_kv_heads", "head_dim"} <= set(fields) else None
-    except OctavoError:
+    except (OctavoError, OverflowError):  # an integer that no float holds
         return None

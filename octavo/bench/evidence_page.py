@@ -80,11 +80,13 @@ def _speed_figure(op: str, subject: str, batch: int, by_backend: dict[str, dict[
     title = f"{op}, {subject}" + (f", {batch} sequence{'s' if batch > 1 else ''}" if batch else "")
     best = {name: max(data.rate(record)[0] for record in of.values()) for name, of in by_backend.items()}
     told = ", ".join(f"{name} up to {value:.4g}" for name, value in best.items())
+    runs = len({record.run for of in by_backend.values() for record in of.values()})
+    measured = "measured in the same run" if runs == 1 else f"measured in one of the {runs} runs that the points are of"
     return report.Figure(
         title,
         plots.curves(curves, "tokens a sequence", unit, ceilings),
         f"{title}: {unit} against tokens a sequence; {told} {unit}.",
-        f"{some.timing[:1].upper()}{some.timing[1:]}. Dashed: measured in the same run.",
+        f"{some.timing[:1].upper()}{some.timing[1:]}. Dashed: {measured}.",
     )
 
 
@@ -120,15 +122,16 @@ def _table(evidence: Evidence, op: str) -> dict[str, Any]:
 
 def _entry(record: Record | None, fastest: float | None) -> dict[str, Any]:
     if record is None:
-        return {"text": "", "note": "", "best": False}
+        return {"text": "", "notes": [], "best": False}
     if record.us is None:
-        return {"text": "wrong" if (record.error or "").startswith("wrong") else "refused", "note": "", "best": False}
+        word = next((word for word in ("wrong", "failed") if (record.error or "").startswith(word)), "refused")
+        return {"text": word, "notes": [], "best": False}
     value, unit = data.rate(record)
     limit = data.ceiling(record)
     note = f"{value:.0f} {unit}" if unit == "TFLOP/s" else f"{value:.2f} {unit}"
-    note += f", {value / limit:.2f}" if limit else ""
-    note += f", error {record.rel_err:.1e}" if record.rel_err is not None else ""
-    return {"text": f"{record.us:,.1f}", "note": note, "best": record.us == fastest}
+    notes = [note + (f", {value / limit:.2f}" if limit else "")]
+    notes += [f"error {record.rel_err:.1e}"] if record.rel_err is not None else []
+    return {"text": f"{record.us:,.1f}", "notes": notes, "best": record.us == fastest}
 
 
 def _model(found: dict[str, Any]) -> dict[str, Any]:
@@ -178,5 +181,6 @@ def markdown(evidence: Evidence) -> str:
 
 def _plain(text: str) -> str:
     """Text that cannot end a table's cell nor be read as markup."""
-    escaped = "".join("\\" + c if c in "|`*_[]\\" else " " if c in "\r\n" else c for c in str(text))
+    shown = "".join(c if c.isprintable() else " " for c in str(text))  # line ends, and what moves a terminal's cursor
+    escaped = "".join("\\" + c if c in "|`*_[]\\~" else c for c in shown)
     return html.escape(escaped, quote=False)

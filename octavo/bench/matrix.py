@@ -65,9 +65,13 @@ def cases(selection: Selection, memory_bytes: float | None = None, prefill_token
                     if not kind.spec.mla:
                         prefix = _prefix(model, kind, len(shape.kinds) > 1, tp)
                         made += _of_kind(kind.spec, prefix, selection, prefill_tokens)
-    if memory_bytes is None:
-        return made
-    return [case for case in made if case.work.bytes <= LARGEST_SHARE * memory_bytes]
+    if memory_bytes is not None:
+        made = [case for case in made if case.work.bytes <= LARGEST_SHARE * memory_bytes]
+    by_name: dict[str, Case] = {}
+    for case in made:
+        if by_name.setdefault(case.name, case) != case:
+            raise InvalidInput("models must differ in their names, which records are told apart by", case.name)
+    return list(by_name.values())
 
 
 def _prefix(model: str, kind: LayerKind, several: bool, tp: int) -> str:
@@ -77,8 +81,8 @@ def _prefix(model: str, kind: LayerKind, several: bool, tp: int) -> str:
 
 
 def _of_kind(spec: AttentionSpec, prefix: str, selection: Selection, prefill_tokens: int) -> Iterator[Case]:
-    """Cells of one layer kind; a 16-bit cache's are named so."""
-    prefix += "" if spec.fp8 else f"/{spec.kv_dtype}"
+    """Cells of one layer kind; a cache that is not fp8_e4m3 is in their names."""
+    prefix += "" if spec.kv_dtype == "fp8_e4m3" else f"/{spec.kv_dtype}"
     for op in selection.ops:
         if op in ("decode", "verify"):
             of_op = replace(spec, max_query_len=VERIFY_ROWS if op == "verify" else 1)

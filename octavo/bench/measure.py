@@ -21,6 +21,7 @@ from .roofline import Ceilings
 from .sides import AttentionInputs, Side, octavo_side
 from .timing import time_calls
 
+FAILED = "failed: "
 WRONG = 0.1  # a relative error that no rounding explains: e4m3 query and P give 0.04
 
 
@@ -39,6 +40,7 @@ def measure(
 
     backend: octavo's or a peer's name, or "auto" for what octavo chooses, whose name the record then has.
     inputs: what the sides of a comparison share; None: made here.
+    What octavo's own code raises beside a refusal makes a failed cell; it is raised only where the device is lost too.
     """
     device = torch.empty(0, device=device).device
     fields: dict[str, Any] = {
@@ -63,6 +65,10 @@ def measure(
         timing = time_calls(side.calls, device, seconds=seconds)
     except refusals as error:
         return Record(**fields, error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # a kernel that does not compile is one failed cell, not the end of the matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises where the device is lost: every other cell would fail by that
+        return Record(**fields, error=f"{FAILED}{type(error).__name__}: {error}"[:2000])
     return Record(
         **fields,
         rel_err=rel,
@@ -81,7 +87,10 @@ def compare(
     shared = inputs
     for backend in backends:
         if shared is None and not (backend in PEERS and PEERS[backend].reasons(case)):
-            shared = AttentionInputs(case, device)
+            try:
+                shared = AttentionInputs(case, device)
+            except RuntimeError:  # too large for the memory: `measure` meets the same and makes a record of it
+                shared = None
         yield measure(case, backend, device, inputs=shared, **arguments)
 
 

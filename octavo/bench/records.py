@@ -6,12 +6,14 @@ environment it was measured in.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +27,9 @@ OPS = ("decode", "verify", "prefill", "append", "mqa_logits", "paged_mqa_logits"
 
 
 _REQUIRED = ("case", "op", "backend", "run", "spec")
+_TEXTS = ("case", "op", "backend", "run", "timing", "error", "time")
+_NUMBERS = ("us", "us_p20", "us_p80", "bytes", "flops", "rel_err", "rel_err_bf16")
+_BEGINNINGS = (b'{"case": "', b'{"schema": ')  # of a record's line, by which a cut one is known
 
 
 @dataclass
@@ -68,8 +73,10 @@ class Record:
             self.time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def to_json(self) -> str:
-        """One line, without the optional fields that are not set."""
-        return json.dumps({k: v for k, v in asdict(self).items() if k in _REQUIRED or v not in (None, {}, "")})
+        """One line, without the optional fields that are not set, nor the NaN of a wrong result: JSON has none."""
+        return json.dumps(
+            {k: v for k, v in asdict(self).items() if k in _REQUIRED or not (v in (None, {}, "") or _not_finite(v))}
+        )
 
 
 class RecordFile:
@@ -80,9 +87,12 @@ class RecordFile:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> RecordFile:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._mend_last_line()
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._mend_last_line()
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(f"{self.path} must be writable", error.strerror) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,52 +102,126 @@ class RecordFile:
     def write(self, record: Record) -> None:
         """Append one record and flush it to the disk's cache."""
         assert self._file is not None, "used outside its with block"
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
+        try:
+            self._file.write(record.to_json() + "\n")
+            self._file.flush()
+        except OSError as error:  # a disk that is full
+            raise InvalidInput(f"{self.path} must be writable", error.strerror) from error
 
     def done(self) -> set[tuple[str, str]]:
-        """(case, backend) of the records that are there, for a run that goes on where it was interrupted."""
+        """(case, backend) of the records that are there, for a run that goes on where it was interrupted.
+
+        Raises InvalidInput for a file of anything else, which is left as it is.
+        """
         if not self.path.exists():
             return set()
-        self._mend_last_line()
+        try:
+            self._mend_last_line()
+        except OSError as error:
+            raise InvalidInput(f"{self.path} must be a file of records", error.strerror) from error
         return {(r.case, r.backend) for r in read_records([self.path])}
 
     def _mend_last_line(self) -> None:
-        """Cut what an interrupted write left: a last line without its end."""
+        """Cut what an interrupted write left: the beginning of a record without its end. A whole one gets its end."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(self.path, data.rfind(b"\n") + 1)
+        start = data.rfind(b"\n") + 1
+        last = data[start:]
+        if not last:
+            return
+        if not any(last[: len(known)] == known[: len(last)] for known in _BEGINNINGS):
+            raise InvalidInput(f"{self.path} must be a file of records", "a last line that is none")
+        whole = _is_json(last)
+        for _ in _read(self.path, data[: None if whole else start].decode("utf-8", "replace").split("\n")):
+            pass  # a line that is no record is refused before anything is touched
+        if whole:
+            with self.path.open("ab") as file:
+                file.write(b"\n")
+        else:
+            os.truncate(self.path, start)
 
 
 def read_records(paths: Iterable[str | Path]) -> Iterator[Record]:
     """Every record of the files, in order. A line that is not one raises InvalidInput naming file, line and fault."""
-    known = set(Record.__dataclass_fields__)
     for path in map(Path, paths):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold other line ends
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{path} must be a readable JSONL file", str(error)) from error
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InvalidInput(
-                    f"{place} must hold one JSON object", f"a line that ends or breaks: {error.msg}"
-                ) from error
-            if not isinstance(fields, dict):
-                raise InvalidInput(f"{place} must hold one JSON object", type(fields).__name__)
-            if fields.get("schema") != SCHEMA:
-                raise InvalidInput(f"{place} must have schema {SCHEMA}", repr(fields.get("schema")))
-            missing = [name for name in _REQUIRED if name not in fields]
-            if missing or not set(fields) <= known:
-                wrong = f"no {', '.join(missing)}" if missing else f"also {', '.join(sorted(set(fields) - known))}"
-                raise InvalidInput(f"{place} must have the fields of a record", wrong)
-            yield Record(**fields)
+        yield from _read(path, lines)
+
+
+def _read(path: Path, lines: Sequence[str]) -> Iterator[Record]:
+    known = set(Record.__dataclass_fields__)
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            what = getattr(error, "msg", str(error))
+            raise InvalidInput(f"{place} must hold one JSON object", f"a line that ends or breaks: {what}") from error
+        if not isinstance(fields, dict):
+            raise InvalidInput(f"{place} must hold one JSON object", type(fields).__name__)
+        if fields.get("schema") != SCHEMA:
+            raise InvalidInput(f"{place} must have schema {SCHEMA}", repr(fields.get("schema")))
+        missing = [name for name in _REQUIRED if name not in fields]
+        if missing or not set(fields) <= known:
+            wrong = f"no {', '.join(missing)}" if missing else f"also {', '.join(sorted(set(fields) - known))}"
+            raise InvalidInput(f"{place} must have the fields of a record", wrong)
+        # null is a field that is not there, and so is the NaN that a wrong result's error was once written as.
+        fields = {
+            name: value
+            for name, value in fields.items()
+            if name in _REQUIRED or not (value is None or (name.startswith("rel_err") and _not_finite(value)))
+        }
+        try:
+            _check_types(fields)
+            record = Record(**fields)
+        except InvalidInput as error:
+            raise InvalidInput(f"{place}: {error}") from error
+        yield record
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _check_types(fields: dict[str, Any]) -> None:
+    """Raise InvalidInput for a field of another type, or a number that nothing measured can be."""
+    for name, value in fields.items():
+        if name in _TEXTS and not (isinstance(value, str) and (value or name in ("timing", "time"))):
+            raise InvalidInput(f"{name} must be text", repr(value)[:80])
+        if name in _NUMBERS and not _measured(value):
+            raise InvalidInput(f"{name} must be a number of at least 0", repr(value)[:80])
+        if name in ("spec", "ceiling", "env") and not isinstance(value, dict):
+            raise InvalidInput(f"{name} must be an object", repr(value)[:80])
+    if fields.get("us") == 0:
+        raise InvalidInput("us must be positive", 0)
+    for name, value in fields.get("ceiling", {}).items():
+        if not _measured(value):
+            raise InvalidInput(f"{name} of ceiling must be a number of at least 0", repr(value)[:80])
+    for name, value in fields.get("env", {}).items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"{name} of env must be text", repr(value)[:80])
+
+
+def _measured(value: Any) -> bool:
+    """Whether it is a finite number of at least 0."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def environment(device: Any = None) -> dict[str, str]:
@@ -153,10 +237,11 @@ def environment(device: Any = None) -> dict[str, str]:
     else:
         env["gpu"] = "none"
         env["cpu"] = platform.processor() or platform.machine()
-    triton = sys.modules.get("triton")
-    if triton is not None:
-        env["triton"] = triton.__version__
-    commit = _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"])
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # kernels import it later than this is asked
+        env["triton"] = importlib.metadata.version("triton")
+    home = Path(__file__).parents[2]
+    # An installed package has none of its own; the folder it is installed into may lie in somebody else's repository.
+    commit = _output(["git", "-C", str(home), "rev-parse", "--short", "HEAD"]) if (home / ".git").exists() else ""
     if commit:
         env["commit"] = commit
     return env

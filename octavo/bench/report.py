@@ -57,25 +57,36 @@ def render(template: str, **page: Any) -> str:
     return environment.get_template(template).render(**page)
 
 
-def writable(path: Path) -> None:
-    """Raise InvalidInput unless a file can be written at `path`: asked before the work, not after it."""
+def writable(path: Path, option: str = "--out") -> None:
+    """Raise InvalidInput unless a file can be written at `path`, which `option` named: asked before the work."""
     folder = path.expanduser().absolute().parent
     if path.is_dir():
-        raise InvalidInput(f"--out must be a file; {path} is a folder")
+        raise InvalidInput(f"{option} must be a file; {path} is a folder")
+    if _is_special(path):
+        return
     if not folder.is_dir():
-        raise InvalidInput(f"--out must lie in a folder that exists; {folder} does not")
+        raise InvalidInput(f"{option} must lie in a folder that exists; {folder} does not")
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise InvalidInput(
-            f"--out must lie in a folder that can be written; {folder} cannot: {error.strerror}"
+            f"{option} must lie in a folder that can be written; {folder} cannot: {error.strerror}"
         ) from error
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text` to `path`, which then holds all of it or is as it was, whatever interrupts the writing."""
+    """Write `text` to `path`, which then holds all of it or is as it was, whatever interrupts the writing.
+
+    A device or a pipe is written to, never replaced by a file.
+    """
     path = path.expanduser().absolute()
+    if _is_special(path):
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput(f"{path} must be writable", error.strerror) from error
+        return
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     temporary = Path(name)
     try:
@@ -89,6 +100,12 @@ def write(path: Path, text: str) -> None:
         raise InvalidInput(f"{path} must be writable", error.strerror) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a device, a pipe or a socket, such as /dev/null."""
+    path = path.expanduser()
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def count(value: int) -> str:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..quality.trial import SIXTEEN
+from .progress import for_tables
 
 WORST = 4  # heads that are told of each variant
 
 
 def show(results: dict[str, Any], out: Path) -> None:
     """All tables, then where the file is."""
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=130)
+    console = for_tables(130)
     model, text, env = results["model"], results["text"], results["environment"]
     name = env.get("gpu") if env.get("gpu") != "none" else env.get("cpu")
     console.print(Text(f"{model['name']}, {model['parameters'] / 1e6:.3g} M parameters, {model['dtype']}, on {name}"))
-    console.print(Text(f"{text['windows']} windows of {text['length']} tokens of {text['source']}; 95 % intervals"))
+    intervals = "95 % intervals" if text["windows"] > 1 else "no intervals of one window"
+    console.print(Text(f"{text['windows']} windows of {text['length']} tokens of {text['source']}; {intervals}"))
     console.print(_figures(results))
     if results["retrieval"]:
         console.print(_retrieval(results))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .progress import bar, is_number
+from .progress import bar, for_messages, is_number
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
@@ -42,11 +42,9 @@ def bench(
     Every record is flushed: interrupt it (exit code 130) and run it again to go on. Without a GPU the reference runs
     tiny cases, which shows that it works, not how fast octavo is. Exit code 1 if a result of ours is wrong or fails.
     """
-    from rich.console import Console
-
     from ..bench.engines import steps
 
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     asked = {
         "models": _words(models),
         "tps": _numbers("--tp", tp),

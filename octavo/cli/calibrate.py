@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .progress import bar, quiet, saying
+from .progress import bar, for_messages, for_tables, quiet, saying
 
 if TYPE_CHECKING:
     from ..quality.calibrate import Calibration
@@ -48,9 +48,7 @@ def calibrate(
     octavo.quality.calibrate.load_scales reads the file for integrations.transformers.enable; --checkpoint makes a
     folder that engines read too. Exit code 2 for what cannot be read or followed, 130 if interrupted.
     """
-    from rich.console import Console
-
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     options = {
         "kv_dtype": kv_cache_dtype,
         "granularity": scale_granularity,
@@ -65,7 +63,7 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        _show(Console(highlight=False, width=None if progress.is_terminal else 100), found, out, checkpoint)
+        _show(for_tables(100), found, out, checkpoint)
 
 
 def _run(
@@ -80,6 +78,7 @@ def _run(
 ) -> Calibration:
     from ..bench import report
     from ..quality import load
+    from ..quality.accuracy import check_context, context_of
     from ..quality.calibrate import GRANULARITIES, METHODS, Calibration, check_plain, sensitivity
     from ..quality.calibrate import calibrate as measure
     from ..quality.scaled_checkpoint import write_checkpoint
@@ -103,8 +102,9 @@ def _run(
         say = saying(progress, status)
         loaded = load.load_default(say) if model is None else load.load_named(model, say)
         check_plain(loaded.model)
-        source = _checkpoint_folder(loaded, checkpoint)
+        source = _checkpoint_folder(loaded, outs, options)
         count, length = size
+        check_context(context_of(loaded.model), length)
         text = (
             library_windows(loaded.tokenizer, count, length)
             if data is None
@@ -132,11 +132,16 @@ def _run(
     return result
 
 
-def _checkpoint_folder(loaded: LoadedModel, checkpoint: Path | None) -> Path | None:
-    """The folder that --checkpoint is a copy of."""
+def _checkpoint_folder(loaded: LoadedModel, outs: tuple[Path, Path | None], options: dict[str, Any]) -> Path | None:
+    """The folder that --checkpoint is a copy of; what would keep the copy from being made is raised here."""
+    out, checkpoint = outs
     if checkpoint is None:
         return None
     from ..integrations._checkpoint_scales import folder_of
+    from ..quality.scaled_checkpoint import check_checkpoint
+
+    if checkpoint.absolute() == out.absolute():
+        raise InvalidInput("--checkpoint must be another place than --out", str(out))
 
     if checkpoint.exists():
         raise InvalidInput(f"--checkpoint must not exist yet; {checkpoint} does")
@@ -145,6 +150,8 @@ def _checkpoint_folder(loaded: LoadedModel, checkpoint: Path | None) -> Path | N
     source = folder_of(loaded.model)
     if source is None:
         raise InvalidInput(f"--checkpoint needs a model that lies in a folder; {loaded.name} is from {loaded.source}")
+    layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
+    check_checkpoint(source, checkpoint, options["kv_dtype"], options["granularity"], layers)
     return source
 
 

@@ -10,7 +10,7 @@ import typer
 
 from ..backends import BY_NAME
 from ..errors import InvalidInput
-from .progress import bar
+from .progress import bar, for_messages, for_tables
 
 if TYPE_CHECKING:
     from ..testing.support import Outcome
@@ -30,8 +30,6 @@ def check(
     A cell passes if it is as near to fp64 as bf16 attention is (in fast prefill: as FP8 allows) and runs again to the
     same bits. Exit code 1 if one fails, 130 if interrupted; what was run by then is printed.
     """
-    from rich.console import Console
-
     from ..bench.records import environment
     from ..testing import support
     from .target import target_device
@@ -39,7 +37,7 @@ def check(
     if backend != "auto" and backend not in BY_NAME:
         raise InvalidInput(f"--backend must be auto or one of {', '.join(BY_NAME)}", repr(backend))
     on = target_device(device)
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     started = time.perf_counter()
     todo = support.checks(on, quick, None if backend == "auto" else backend)
     outcomes: list[Outcome] = []
@@ -61,7 +59,7 @@ def check(
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
-        _show(Console(highlight=False, width=None if progress.is_terminal else 100), result, outcomes)
+        _show(for_tables(100), result, outcomes)
     if interrupted:
         progress.print(f"octavo: interrupted after {len(outcomes)} of {len(todo)} cells")
         raise typer.Exit(130)

@@ -8,9 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def for_messages() -> Any:
+    """A rich Console on stderr that shows what it is given as it is: names of files may look like markup."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)
+
+
 def saying(progress: Any, status: Any) -> Callable[[str], None]:
     """say(line): the status line of a terminal, a printed line elsewhere; `progress`: a rich Console."""
-    return (lambda line: status.update(line)) if progress.is_terminal else progress.print
+    from rich.text import Text
+
+    if progress.is_terminal:
+        return lambda line: status.update(Text(line))
+    return lambda line: progress.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -33,6 +44,19 @@ def bar(progress: Any, what: str, total: int) -> Iterator[Callable[..., None]]:
     with Progress(*columns, TimeRemainingColumn(), console=progress, transient=True) as shown:
         task = shown.add_task(what, total=total)
         yield lambda steps=1: shown.advance(task, steps)
+
+
+def for_tables(width: int) -> Any:
+    """A rich Console on stdout: as wide as its terminal, `width` columns where it is none, whatever stderr is."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
+
+
+def is_number(word: str) -> bool:
+    """Whether it is a whole number in plain digits, of a size that something here can have."""
+    return word.isascii() and word.isdigit() and len(word) <= 18
 
 
 def quiet() -> None:

@@ -25,23 +25,31 @@ def report(
     from ..quality.load import require
 
     require(pages.PACKAGES, EXTRAS)
-    for path in (out, markdown, figure):
-        if path is not None:
-            pages.writable(path)
+    outs = {"--out": out, "--markdown": markdown, "--figure": figure}
+    taken = [path.resolve() for path in files]
+    for option, path in outs.items():
+        if path is None:
+            continue
+        pages.writable(path, option)
+        if path.resolve() in taken:
+            raise InvalidInput(f"{option} must be a file that is neither read nor written otherwise", str(path))
+        taken.append(path.resolve())
 
     from ..bench import evidence, evidence_page
 
     found = evidence.read(files)
     if not found.cells and not found.accuracy:
         raise InvalidInput("the files must hold at least one record", ", ".join(found.files))
-    pages.write(out, evidence_page.page(found))
-    typer.echo(f"{len(found.records)} records, {len(found.accuracy)} accuracy files: {out}")
+    first = None if figure is None else next(evidence_page.speed_figures(found), None)
+    if figure is not None and first is None:
+        raise InvalidInput("--figure needs a case at two contexts or more", "none")
+    html = evidence_page.page(found)
+    pages.write(out, html)
+    count, models = len(found.records), len(found.accuracy)
+    typer.echo(f"{count} record{'s' * (count != 1)}, {models} accuracy file{'s' * (models != 1)}: {out}")
     if markdown is not None:
         pages.write(markdown, evidence_page.markdown(found))
         typer.echo(f"tables: {markdown}")
-    if figure is not None:
-        first = next(evidence_page.speed_figures(found), None)
-        if first is None:
-            raise InvalidInput("a figure needs a case at two contexts or more", "none")
+    if figure is not None and first is not None:
         pages.write(figure, first.svg)
         typer.echo(f"figure: {figure}")

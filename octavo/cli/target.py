@@ -14,5 +14,14 @@ def target_device(name: str) -> torch.device:
     if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
         raise InvalidInput("--device must be auto, cpu or cuda", repr(name))
     if name != "cpu" and not torch.cuda.is_available():
-        raise InvalidInput(f"--device {name} needs a GPU that torch sees; there is none")
+        raise InvalidInput(f"--device {name} needs a GPU that torch sees; there is none{_why()}")
     return torch.device(name)
+
+
+def _why() -> str:
+    """What torch says of a GPU that it cannot use: a driver older than its CUDA, for one."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f": {str(error).splitlines()[0]}"
+    return ""

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from ..choose import layer_ranges
-from ..errors import Unsupported
+from ..errors import OctavoError, Unsupported
 from .explain import plan
-from .progress import bar
+from .progress import bar, for_messages
 
 
 def warmup(
@@ -31,15 +31,13 @@ def warmup(
 
     Exit code 1 if a kernel does not compile or launch, 2 for bad input or a plan that is refused, 130 if interrupted.
     """
-    from rich.console import Console
-
     from ..configs import load_config
     from ..device import Device
     from ..models import model_kinds
     from ..warmup import calls, warm
     from .target import target_device
 
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     on = target_device(device)
     fields: dict[str, Any] = {"page_size": page_size, "max_query_len": query_len, "layout": "nhd"}
     shape = model_kinds(load_config(model), tp=tp, kv_dtype=kv_cache_dtype, name=model, **fields)
@@ -56,9 +54,13 @@ def warmup(
         except KeyboardInterrupt:
             progress.print("octavo: interrupted; what was compiled is kept")
             raise typer.Exit(130) from None
+        except OctavoError:
+            raise
         except Exception as error:  # whatever a compiler or a launch raises is, to the user, a plan that cannot run
             first = (str(error).splitlines() or [""])[0]
             typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first}", err=True)
+            for note in getattr(error, "__notes__", ()):
+                typer.echo(note, err=True)
             raise typer.Exit(1) from error
         backends = sorted({planned.outcome.prefill.backend, planned.outcome.decode.backend})
         results.append(

@@ -44,12 +44,12 @@ class Subject:
         from ..integrations import transformers as plugin
 
         model = loaded.model.to(device)
+        sixteen = "float16" if model.dtype == torch.float16 else "bfloat16"
         self.loaded, self.parameters = loaded, sum(p.numel() for p in model.parameters())
         if device.type == "cpu" and self.parameters <= FLOAT32_PARAMETERS:
             model = model.float()
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.variants = list(dict.fromkeys(variants))
-        sixteen = "float16" if model.dtype == torch.float16 else "bfloat16"
         self._sixteen = passes.twin(model)
         self.sixteen = plugin.enable(self._sixteen, kv_cache_dtype=sixteen)
         self._twins = [passes.twin(model) for _ in self.variants]
@@ -64,7 +64,7 @@ class Subject:
             )
             for twin, v in zip(self._twins, self.variants, strict=True)
         ]
-        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context_of(model)
 
     def sides(self) -> list[passes.Side]:
         """The 16-bit side first, then a side a variant."""
@@ -73,16 +73,11 @@ class Subject:
             made.append(passes.Side(variant.name, twin, lambda caches, handle=handle: handle.new_cache()))
         return made
 
-    def check_context(self, length: int) -> None:
-        """Raise InvalidInput for more tokens than the model's context holds."""
-        if self.context is not None and length > self.context:
-            raise InvalidInput(f"the model's context holds {self.context} tokens", length)
-
     def text(
         self, text: Windows, chunk: int = 128, tail: int = 32, advance: Callable[[int], None] = lambda tokens: None
     ) -> dict[str, Any]:
         """{"text", "sides", "layers"}: figures of every side, and of every variant its error by layer and head."""
-        self.check_context(text.tokens.shape[1])
+        check_context(self.context, text.tokens.shape[1])
         for handle in self.handles:
             handle.reset_stats()
             handle.record_error = True
@@ -91,7 +86,7 @@ class Subject:
         finally:
             for handle in self.handles:
                 handle.record_error = False
-        bad = [name for name, losses in found.losses.items() if not bool(losses.isfinite().all())]
+        bad = [name for of in (found.losses, found.kl) for name, values in of.items() if not values.isfinite().all()]
         if bad:
             raise InvalidInput(f"the model's losses must be finite; the {bad[0]} side gives NaN or infinity")
         return {
@@ -118,7 +113,7 @@ class Subject:
     ) -> list[dict[str, Any]]:
         """Pass keys given back at each context; see `retrieval.measure`."""
         for context in contexts:
-            self.check_context(context)
+            check_context(self.context, context)
         return retrieval.measure(self.sides(), self.loaded.tokenizer, contexts, trials, advance=advance)
 
     def describe(self) -> dict[str, Any]:
@@ -146,6 +141,18 @@ class Subject:
             ],
             "bytes_per_token_16_bit": self.sixteen.bytes_per_token,
         }
+
+
+def context_of(model: Any) -> int | None:
+    """Tokens that the model's config says it holds; None where it says nothing."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def check_context(most: int | None, length: int) -> None:
+    """Raise InvalidInput for more tokens than a model's context holds."""
+    if most is not None and length > most:
+        raise InvalidInput(f"the model's context holds {most} tokens", length)
 
 
 def variants(
@@ -177,9 +184,9 @@ def calibrated(model: Any, tokens: torch.Tensor) -> Callable[[str, str], tuple[A
 
 
 def from_file(path: Any) -> Callable[[str, str], tuple[Any, Any] | None]:
-    """scales(kv_dtype, granularity) of a file of `octavo calibrate`, for its own granularity; None for others."""
-    from .calibrate import load_scales
+    """scales(kv_dtype, granularity) of a file of `octavo calibrate`, for its own format and granularity; else None."""
+    from .calibrate import load_scales, made_for
 
     found = load_scales(path)
-    granularity = "head" if found[0][0].dim() else "tensor"
-    return lambda kv_dtype, asked: found if asked == granularity else None
+    of = made_for(path, found)
+    return lambda kv_dtype, granularity: found if (kv_dtype, granularity) == of else None

@@ -183,12 +183,19 @@ def load_scales(path: str | Path) -> tuple[list[torch.Tensor], list[torch.Tensor
         for name, scales in zip("kv", sides, strict=True):
             try:
                 scale = torch.tensor(layer[name]["scale"], dtype=torch.float32)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise InvalidInput(f"{path}: layer {number} must have a {name} scale", what) from error
             check_scale(f"{path}: {name} scale of layer {number}", scale, tuple(scale.shape))
             scales.append(scale)
     return sides
+
+
+def made_for(path: str | Path, found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> tuple[str, str]:
+    """(kv_dtype, granularity) that the scales of a calibration file were made for; `found`: what load_scales read."""
+    content = read_json(Path(path))
+    kv_dtype, granularity = content.get("kv_cache_dtype", "fp8_e4m3"), content.get("scale_granularity")
+    return kv_dtype, granularity if granularity in GRANULARITIES else "head" if found[0][0].dim() else "tensor"
 
 
 def keys_and_values(model: Any, tokens: torch.Tensor) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -231,6 +238,7 @@ def calibrate(
             new = [[a + b for a, b in zip(*pairs, strict=True)] for pairs in zip(extents, new, strict=True)]
         extents = new
         advance(length)
+    _check_finite(extents)
     tallies = [[Tally.of(_candidates(e, format, granularity, percentile)) for e in pair] for pair in extents]
     for found in keys_and_values(model, tokens):
         for pair, of in zip(found, tallies, strict=True):
@@ -238,7 +246,7 @@ def calibrate(
                 tally.add(x, format)
         advance(length)
     sides = [
-        [_side(tally, extent, method) for tally, extent in zip(*both, strict=True)]
+        [_side(tally, extent, method, granularity) for tally, extent in zip(*both, strict=True)]
         for both in zip(tallies, extents, strict=True)
     ]
     return [{"layer": i, "k": k, "v": v} for i, (k, v) in enumerate(sides)]
@@ -257,7 +265,14 @@ def _candidates(extent: Extent, format: Format, granularity: str, percentile: fl
     return torch.stack([torch.ones_like(full), part, *smaller]).clamp_min(2.0**-126)
 
 
-def _side(tally: Tally, extent: Extent, method: str) -> dict[str, Any]:
+def _check_finite(extents: list[list[Extent]]) -> None:
+    for layer, pair in enumerate(extents):
+        for name, extent in zip(("keys", "values"), pair, strict=True):
+            if not bool(extent.amax.isfinite().all()):
+                raise InvalidInput(f"the model's keys and values must be finite; {name} of layer {layer} are not")
+
+
+def _side(tally: Tally, extent: Extent, method: str, granularity: str) -> dict[str, Any]:
     one = torch.full_like(tally.norm, _AT_ONE, dtype=torch.int64)
     index = {
         "mse": tally.squared.argmin(0),
@@ -266,7 +281,7 @@ def _side(tally: Tally, extent: Extent, method: str) -> dict[str, Any]:
     }[method]
     scale = tally.scales.gather(0, index[None])[0].tolist()
     return {
-        "scale": scale if len(scale) > 1 else scale[0],
+        "scale": scale if granularity == "head" else scale[0],
         "amax": float(extent.amax.max()),
         "rel_err": tally.error(index),
         "clipped": tally.clipped(index),
@@ -275,11 +290,16 @@ def _side(tally: Tally, extent: Extent, method: str) -> dict[str, Any]:
     }
 
 
-def check_plain(model: Any) -> None:
-    """Raise Unsupported for a model whose cache is a latent: its scale is of the latent, which no layer returns."""
+def has_latent(model: Any) -> bool:
+    """Whether the model's cache holds a latent (MLA). Unsupported for a model that octavo does not run."""
     from ..integrations._transformers_models import attending
 
-    if attending(model).family.mla:
+    return attending(model).family.mla
+
+
+def check_plain(model: Any) -> None:
+    """Raise Unsupported for a model whose cache is a latent: its scale is of the latent, which no layer returns."""
+    if has_latent(model):
         raise Unsupported("calibration", ["needs keys and values of their own; found latent attention (MLA)"])
 
 

@@ -7,8 +7,9 @@ stored; generation is the model's own. The softmax is taken in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -33,12 +34,8 @@ def evaluate(
     include: a folder of further task files. Raises InvalidInput for a task that lm-eval does not know or cannot load.
     """
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include)
-    unknown = sorted(set(tasks) - set(manager.all_tasks))
-    if unknown:
-        raise InvalidInput("--tasks must be tasks that lm-eval knows", ", ".join(unknown))
+    manager = known_tasks(tasks, include)
     results: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
     for side in sides:
         try:
@@ -58,17 +55,35 @@ def evaluate(
     return results
 
 
+def known_tasks(tasks: Sequence[str], include: str | None = None) -> Any:
+    """lm-eval's manager of tasks; InvalidInput for a task that it does not know."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include)
+    unknown = sorted(set(tasks) - set(manager.all_tasks))
+    if unknown:
+        raise InvalidInput("--tasks must be tasks that lm-eval knows", ", ".join(unknown))
+    return manager
+
+
 def _metrics(found: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """lm-eval's "acc,none" and "acc_stderr,none" as one entry "acc"; filters other than none stay in the name."""
+    """lm-eval's "acc,none" and "acc_stderr,none" as one entry "acc"; filters other than none stay in the name.
+
+    What is not finite is left out, as the error of a single example is: JSON has no NaN.
+    """
     values: dict[str, dict[str, float | None]] = {}
     for key, value in found.items():
         name, _, filter_name = key.partition(",")
-        if name.endswith("_stderr") or not isinstance(value, (int, float)):
+        if name.endswith("_stderr") or not _is_finite(value):
             continue
         error = found.get(f"{name}_stderr,{filter_name}")
         shown = name if filter_name in ("", "none") else f"{name} ({filter_name})"
-        values[shown] = {"value": float(value), "stderr": float(error) if isinstance(error, (int, float)) else None}
+        values[shown] = {"value": float(value), "stderr": float(error) if _is_finite(error) else None}
     return values
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _language_model(side: passes.Side, tokenizer: Any, batch_size: int) -> Any:

@@ -72,7 +72,7 @@ def load_named(name: str, say: Callable[[str], None]) -> LoadedModel:
         model, tokenizer = _from_folder(folder)
         return LoadedModel(model, tokenizer, folder.resolve().name, "a local folder")
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise InvalidInput(f"--model must be a folder with a config.json or a hub id; {name} is not a folder")
+        raise InvalidInput(f"the model must be a folder with a config.json or a hub id; {name} is not a folder")
     say(f"Fetching {name}")
     model, tokenizer = _read(name, local=False)
     return LoadedModel(model, tokenizer, name, "the model hub")

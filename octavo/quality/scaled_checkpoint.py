@@ -30,18 +30,10 @@ def write_checkpoint(found: Calibration, source: Path, out: Path) -> None:
     Raises InvalidInput for a source without safetensors, one that is quantised already in another way, scales that are
     not e4m3's, and an `out` that exists.
     """
-    if found.kv_dtype != "fp8_e4m3":
-        raise InvalidInput("compressed-tensors holds scales of fp8_e4m3", found.kv_dtype)
-    if out.exists():
-        raise InvalidInput(f"{out} must not exist yet")
-    files = sorted(source.glob("*.safetensors")) if source.is_dir() else []
-    if not files:
-        raise InvalidInput(f"{source} must be a model's folder with safetensors files")
-    config = read_json(source / "config.json")
-    config["quantization_config"] = _scheme(config.get("quantization_config"), found.granularity)
-    weight_map = _weight_map(source, files)
+    config, weight_map = _prepared(source, out, found.kv_dtype, found.granularity)
     scales = _tensors(found, weight_map)
     weight_map |= dict.fromkeys(scales, SCALES_FILE)
+    out = out.absolute()
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         for path in source.iterdir():
@@ -59,12 +51,31 @@ def write_checkpoint(found: Calibration, source: Path, out: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_checkpoint(source: Path, out: Path, kv_dtype: str, granularity: str, layers: int) -> None:
+    """Raise what `write_checkpoint` would raise, before there are scales."""
+    _, weight_map = _prepared(source, out, kv_dtype, granularity)
+    _attention_names(weight_map, list(range(layers)))
+
+
+def _prepared(source: Path, out: Path, kv_dtype: str, granularity: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The config that declares the scales, and the weight map of the source; InvalidInput where there can be none."""
+    if kv_dtype != "fp8_e4m3":
+        raise InvalidInput("compressed-tensors holds scales of fp8_e4m3", kv_dtype)
+    if out.exists():
+        raise InvalidInput(f"{out} must not exist yet")
+    files = sorted(source.glob("*.safetensors")) if source.is_dir() else []
+    if not files:
+        raise InvalidInput(f"{source} must be a model's folder with safetensors files")
+    config = read_json(source / "config.json")
+    config["quantization_config"] = _scheme(config.get("quantization_config"), granularity)
+    return config, _weight_map(source, files)
+
+
 def _scheme(present: Any, granularity: str) -> dict[str, Any]:
     """quantization_config with a kv_cache_scheme: the one that is there, or one that quantises nothing else."""
-    if present and present.get("quant_method") != "compressed-tensors":
-        raise InvalidInput(
-            "the checkpoint must not be quantised, or with compressed-tensors", repr(present.get("quant_method"))
-        )
+    method = present.get("quant_method") if isinstance(present, dict) else present
+    if present and method != "compressed-tensors":
+        raise InvalidInput("the checkpoint must not be quantised, or with compressed-tensors", repr(method))
     plain = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"}
     strategy = "tensor" if granularity == "tensor" else "attn_head"
     scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True}
@@ -74,7 +85,10 @@ def _scheme(present: Any, granularity: str) -> dict[str, Any]:
 def _weight_map(source: Path, files: list[Path]) -> dict[str, str]:
     """Name of each tensor -> its file."""
     if (source / INDEX_FILE).is_file():
-        return dict(read_json(source / INDEX_FILE)["weight_map"])
+        listed = read_json(source / INDEX_FILE).get("weight_map")
+        if not isinstance(listed, dict):
+            raise InvalidInput(f"{source / INDEX_FILE} must hold a weight_map", type(listed).__name__)
+        return dict(listed)
     from safetensors import safe_open
 
     found: dict[str, str] = {}
@@ -86,18 +100,24 @@ def _weight_map(source: Path, files: list[Path]) -> dict[str, str]:
 
 def _tensors(found: Calibration, weight_map: dict[str, str]) -> dict[str, torch.Tensor]:
     """The scales by the names of the checkpoint's own layers."""
-    names = {}
-    for name in weight_map:
-        if match := _ATTENTION.match(name):
-            names.setdefault(int(match[2]), match[1])
-    missing = [layer["layer"] for layer in found.layers if layer["layer"] not in names]
-    if missing:
-        raise InvalidInput("the checkpoint must have a self_attn of every layer", f"none of layers {missing}")
+    names = _attention_names(weight_map, [layer["layer"] for layer in found.layers])
     return {
         f"{names[layer['layer']]}.{side}_scale": torch.tensor(layer[side]["scale"], dtype=torch.float32).reshape(-1)
         for layer in found.layers
         for side in ("k", "v")
     }
+
+
+def _attention_names(weight_map: dict[str, str], layers: list[int]) -> dict[int, str]:
+    """What the checkpoint calls the attention of each layer."""
+    names: dict[int, str] = {}
+    for name in weight_map:
+        if match := _ATTENTION.match(name):
+            names.setdefault(int(match[2]), match[1])
+    missing = [layer for layer in layers if layer not in names]
+    if missing:
+        raise InvalidInput("the checkpoint must have a self_attn of every layer", f"none of layers {missing}")
+    return names
 
 
 def _link(source: Path, to: Path) -> None:

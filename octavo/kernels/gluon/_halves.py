@@ -18,10 +18,11 @@ def pack_halves(x):
     """fp16 [M, N] -> pairs [M, N / 2]: a renaming of registers."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    low, high = gl.split(gl.reshape(x, [M, N // 2, 2]))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    words = gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2
     )
+    word, _ = gl.split(gl.reshape(words, [M, N // 2, 2]))
+    return word
 
 
 @gluon.jit
@@ -194,15 +195,29 @@ def cap_pairs(x, factor, cap):
     )
 
 
-# 2^x by the special-function unit; and by multiply-add units: x = n + f, a parabola for 2^f (off by 2^-9), n added to
-# the exponent. Below 2^-14, which e4m3 rounds to 0, it stays at 2^-14.
+@gluon.jit
+def scale_pairs(x, factor, offset):
+    """x factor + offset of each half, rounded once."""
+    _, factor = gl.broadcast(x, factor)
+    _, offset = gl.broadcast(x, offset)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, factor, offset], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+# 2^x by the special-function unit, its halves put together by hand: for ex2.approx.f16x2 ptxas does that for each use.
+# And by multiply-add units: x = n + f, a parabola for 2^f (off by 2^-9), n added to the exponent; below 2^-14, which
+# e4m3 rounds to 0, it stays at 2^-14.
 _BY_UNIT = """
-fma.rn.f16x2 x, {x}, {factor}, {offset};
-ex2.approx.f16x2 {out}, x;
+mov.b32 {{low, high}}, {x};
+ex2.approx.f16 low, low;
+ex2.approx.f16 high, high;
+cvt.u32.u16 t, low;
+cvt.u32.u16 r, high;
+prmt.b32 {out}, t, r, 0x5410;
 """
 _BY_PARABOLA = """
-fma.rn.f16x2 x, {x}, {factor}, {offset};
-max.f16x2 x, x, least;
+max.f16x2 x, {x}, least;
 add.rn.f16x2 t, x, magic;
 sub.rn.f16x2 r, t, magic;
 sub.rn.f16x2 x, x, r;
@@ -213,6 +228,7 @@ shl.b32 t, t, 10;
 add.s32 {out}, t, r;
 """
 _CONSTANTS = """
+.reg .b16 low, high;
 .reg .b32 x, t, r, least, magic, c0, c1, c2;
 mov.b32 least, 0xCB00CB00;
 mov.b32 magic, 0x66006600;
@@ -224,26 +240,19 @@ mov.b32 c2, 0x33A133A1;
 
 @gluon.constexpr_function
 def exp2_asm(parabolas):
-    """2^(x factor + offset) of four pairs, `parabolas` of them by multiply-adds."""
+    """2^x of four pairs, `parabolas` of them by multiply-adds."""
     text = "{" + _CONSTANTS
     for i in range(4):
         step = _BY_PARABOLA if i >= 4 - parabolas else _BY_UNIT
-        text += step.format(out=f"${i}", x=f"${4 + i}", factor=f"${8 + i}", offset=f"${12 + i}")
+        text += step.format(out=f"${i}", x=f"${4 + i}")
     return text + "}"
 
 
 @gluon.jit
-def exp2_pairs(x, factor, offset, PARABOLAS: gl.constexpr):
-    """2^(x factor + offset) of each half, the argument rounded once; PARABOLAS of four pairs without the unit."""
-    _, factor = gl.broadcast(x, factor)
-    _, offset = gl.broadcast(x, offset)
+def exp2_pairs(x, PARABOLAS: gl.constexpr):
+    """2^x of each half, PARABOLAS of four pairs without the special-function unit."""
     return gl.inline_asm_elementwise(
-        exp2_asm(PARABOLAS),
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [x, factor, offset],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=4,
+        exp2_asm(PARABOLAS), "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=gl.int32, is_pure=True, pack=4
     )
 
 

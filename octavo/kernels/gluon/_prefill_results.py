@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import _pipeline as pipe
-from ._prefill_steps import P_BITS, as_column, as_rows
+from ._prefill_steps import EXACT_BITS, LOWEST, as_column, as_rows
 from ._prefill_tiles import COUNTER, END_ROW, FIRST_ROW, HEAD, PART, PARTS, ROWS, SLOT, V_SCALE, get
 from ._results import LN2, LOG2E, NOTHING
 
@@ -32,12 +32,14 @@ def finish_tile(
     R: gl.constexpr = gl.SliceLayout(1, OUT)
     PIECES: gl.constexpr = c.pieces
     if c.exact:
-        bits = reference - P_BITS
+        bits = reference - EXACT_BITS
         pieces = o
     else:
         bits = reference
         pieces = (o,)
     total = as_rows(gl.sum(weight, axis=1), c)
+    if not c.exact:  # what is masked still adds 2^-14 by a parabola
+        total = gl.where(reference > LOWEST, total, 0.0)
     lse = bits + gl.log2(total)
     inverse = 1.0 / gl.maximum(total, 1e-30)
     parts = get(ints, count, PARTS)

@@ -18,10 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import _halves as half
 from . import _pipeline as pipe
-from ._prefill_tiles import ROWS
+from ._prefill_tiles import LENGTH, MISSING, ROWS, SEQUENCE, get
 from ._results import LOG2E, NOTHING
 
-P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]
+P_BITS, SLACK = gl.constexpr(6.0), gl.constexpr(2.5)  # P is in [0, 2^8.5], and e4m3 ends at 448 = 2^8.8
+EXACT_BITS, EXACT_SLACK = gl.constexpr(8.0), gl.constexpr(16.0)  # P is in [0, 2^8]
 LOWEST = gl.constexpr(-60000.0)  # a reference that no score is below, in fp16
 MOST_SCORE = gl.constexpr(57344.0)  # of a row: fp16 ends at 65504, and a rounded query may be 1/16 more
 PARABOLAS = gl.constexpr(2)  # of four pairs of P, those that spare the special-function unit
@@ -33,19 +34,19 @@ PARABOLAS = gl.constexpr(2)  # of four pairs of P, those that spare the special-
 @gluon.jit
 def wait_full(bars, step, c: gl.constexpr):
     """Wait for the block of a ring."""
-    mbarrier.wait(bars.index(step % c.stages), (step // c.stages) & 1)
+    mbarrier.wait(bars.index(step & (c.stages - 1)), (step >> c.stage_bits) & 1)
 
 
 @gluon.jit
 def free(bars, step, c: gl.constexpr):
-    """This consumer is done with the block of a ring."""
-    mbarrier.arrive(bars.index(step % c.stages), count=1)
+    """This consumer has read number `step`: the keys of that block, and the values of the one before."""
+    mbarrier.arrive(bars.index(step & (c.stages - 1)), count=1)
 
 
 @gluon.jit
 def operand_of(tiles, step, c: gl.constexpr):
     """The block of a ring as the B operand."""
-    return tiles.index(step % c.stages).permute((1, 0))
+    return tiles.index(step & (c.stages - 1)).permute((1, 0))
 
 
 @gluon.jit
@@ -137,12 +138,23 @@ def scores_of(s, c: gl.constexpr):
 
 
 @gluon.jit
-def masked(s, block, limit, c: gl.constexpr):
+def positions(column, tile, c: gl.constexpr):
+    """Positions of tokens, far beyond any length on pages that are not in the pool."""
+    batch, ints, count = tile
+    if get(ints, count, MISSING) > 0:
+        table = batch.page_table + get(ints, count, SEQUENCE).to(gl.int64) * batch.table_row
+        page = gl.load(table + column // c.page, mask=column < get(ints, count, LENGTH), other=-1)
+        column = gl.where((page >= 0) & (page < batch.num_pages), column, 2**30)
+    return column
+
+
+@gluon.jit
+def masked(s, block, limit, tile, c: gl.constexpr):
     """-inf where a row does not see a token: a select, since the score of a stale key may be NaN."""
     L: gl.constexpr = s.type.layout
     if c.exact:
         BLOCK: gl.constexpr = c.block
-        column = block * c.block + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))
+        column = positions(block * c.block + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L)), tile, c)
         column, end = gl.broadcast(gl.expand_dims(column, 0), as_column(limit, L))
         # one assembly: of gl.where ptxas keeps 64 predicates in registers
         s = gl.inline_asm_elementwise(
@@ -157,7 +169,7 @@ def masked(s, block, limit, c: gl.constexpr):
         return s
     else:
         PAIRS: gl.constexpr = c.block // 2
-        column = block * c.block + 2 * gl.arange(0, PAIRS, layout=gl.SliceLayout(0, L))
+        column = positions(block * c.block + 2 * gl.arange(0, PAIRS, layout=gl.SliceLayout(0, L)), tile, c)
         column, end = gl.broadcast(gl.expand_dims(column, 0), as_column(limit, L))
         return half.mask_pairs(s, column, end, end - c.window, c.window > 0)
 
@@ -180,143 +192,183 @@ def capped(s, factor, c: gl.constexpr):
 
 
 @gluon.jit
-def softmax_fast(s, reference, weight, factor, c: gl.constexpr):
-    """P = 2^(s factor - reference) in pairs; the reference, in fp16, is the running maximum less P_BITS, rounded up.
+def exponents_fast(s, reference, factor, c: gl.constexpr):
+    """Exponents of P in pairs, s factor - reference, and the reference: what P's maximum was less P_BITS, in fp16.
 
-    Also what brings older sums to the new reference, that reference, and the sums of P.
+    It moves only where P would exceed 2^(P_BITS + SLACK), which e4m3 holds: few blocks then rescale the output.
     """
     top = as_rows(half.row_max(s), c)
-    new = gl.maximum(reference, half.round_half(top * factor - P_BITS, True))
-    keep = gl.exp2(reference - new)
+    new = half.round_half(top * factor - P_BITS, True)
+    new = gl.where(new > reference + SLACK, new, reference)
     L: gl.constexpr = s.type.layout
-    p = half.exp2_pairs(s, as_column(half.twice(factor), L), as_column(half.twice(-new), L), PARABOLAS)
-    W: gl.constexpr = weight.type.layout
-    added = gl.convert_layout(half.lane_sum(p), W, assert_trivial=True)
-    return p, keep, new, weight * as_column(keep, W) + added
+    return half.scale_pairs(s, as_column(half.twice(factor), L), as_column(half.twice(-new), L)), new
 
 
 @gluon.jit
-def softmax_exact(s, peak, weight, factor, c: gl.constexpr):
-    """P = 2^(s factor - the block's own maximum + P_BITS) in pairs.
+def softmax_fast(x, old, new, weight, c: gl.constexpr):
+    """P in pairs, what brings older sums to the new reference, and the sums of P."""
+    keep = gl.exp2(old - new)
+    p = half.exp2_pairs(x, PARABOLAS)
+    W: gl.constexpr = weight.type.layout
+    added = gl.convert_layout(half.lane_sum(p), W, assert_trivial=True)
+    return p, keep, weight * as_column(keep, W) + added
 
-    Also what brings older sums, and the product of this P, to the new peak, that peak, and the sums of P.
+
+@gluon.jit
+def exponents_exact(s, reference, factor, c: gl.constexpr):
+    """Exponents of P, s factor less the block's own maximum plus EXACT_BITS; that maximum, and the reference of sums.
+
+    The reference is an earlier maximum, which none exceeds by more than EXACT_SLACK bits.
     """
-    BLOCK: gl.constexpr = c.block
     own = gl.maximum(as_rows(gl.max(s, axis=1), c) * factor, NOTHING)
-    new = gl.maximum(peak, own)
-    keep = gl.exp2(peak - new)
-    add = gl.exp2(own - new)
+    new = gl.where(own > reference + EXACT_SLACK, own, reference)
     L: gl.constexpr = s.type.layout
-    x = s * as_column(factor, L) - as_column(own - P_BITS, L)
+    return s * as_column(factor, L) - as_column(own - EXACT_BITS, L), own, new
+
+
+@gluon.jit
+def softmax_exact(x, own, old, new, weight, c: gl.constexpr):
+    """P in pairs; what brings older sums, and the product of this P, to the new reference; the sums of P."""
+    BLOCK: gl.constexpr = c.block
+    keep = gl.exp2(old - new)
+    add = gl.exp2(own - new)
     p = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     sums = gl.sum(gl.sum(gl.reshape(p, [ROWS, BLOCK // 8, 4, 2]), axis=3), axis=1)
     W: gl.constexpr = weight.type.layout
     sums = gl.convert_layout(sums, W, assert_trivial=True)
-    return half.pack_singles(p), keep, add, new, weight * as_column(keep, W) + sums * as_column(add, W)
+    return half.pack_singles(p), keep, add, weight * as_column(keep, W) + sums * as_column(add, W)
+
+
+@gluon.constexpr_function
+def rescale_asm(n):
+    """n registers times their factors, unless all factors of the warp are 1: a thread has two rows, by turns of two."""
+    text = "{ .reg .pred p;\n"
+    text += f"setp.neu.f32 p, ${2 * n}, 0f3F800000;\nsetp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;\n"
+    text += "vote.sync.any.pred p, p, 0xffffffff;\n"
+    text += "".join(f"mov.f32 ${i}, ${n + i};\n" for i in range(n)) + "@!p bra SAME;\n"
+    text += "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};\n" for i in range(n))
+    return text + "SAME:\n}"
+
+
+@gluon.constexpr_function
+def rescale_constraints(n):
+    """Of `rescale_asm`."""
+    return ",".join(["=&f"] * n + ["f"] * (2 * n))
+
+
+@gluon.jit
+def rescaled(o, keep):
+    """The output o [rows, columns] times keep [rows], which few blocks change."""
+    OUT: gl.constexpr = o.type.layout
+    N: gl.constexpr = min(o.shape[1] // 2, 64)  # registers
+    _, keep = gl.broadcast(o, as_column(keep, OUT))
+    return gl.inline_asm_elementwise(
+        rescale_asm(N), rescale_constraints(N), [o, keep], dtype=gl.float32, is_pure=True, pack=N
+    )
 
 
 # ---- blocks
 
 
 @gluon.jit
-def step_fast(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit, k_tiles, v_tiles, bars,
+def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
               MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """A block alone: its softmax, then its P V together with the next block's Q K^T."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
     OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
     if c.softcap is not None:
         s = capped(s, factor, c)
     if MASK:
-        s = masked(s, block, limit, c)
-    p, keep, reference, weight = softmax_fast(s, reference, weight, softmax_factor(factor, c), c)
-    o = o * as_column(keep, OUT)
+        s = masked(s, block, limit, tile, c)
+    x, new = exponents_fast(s, reference, softmax_factor(factor, c), c)
+    p, keep, weight = softmax_fast(x, reference, new, weight, c)
+    o = rescaled(o, keep)
     p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
-    wait_full(v_full, v_step, c)
-    wait_full(k_full, k_step + 1, c)
-    o = warpgroup_mma(p8, operand_of(v_tiles, v_step, c), o, is_async=True)
-    s = start_scores(k_step + 1, q_terms, k_tiles, c)
+    wait_full(v_full, step, c)
+    wait_full(k_full, step + 1, c)
+    o = warpgroup_mma(p8, operand_of(v_tiles, step, c), o, is_async=True)
+    s = start_scores(step + 1, q_terms, k_tiles, c)
     o, s = warpgroup_mma_wait(0, deps=[o, s])
-    free(v_empty, v_step, c)
-    free(k_empty, k_step + 1, c)
-    return scores_of(s, c), o, reference, weight
+    free(empty, step + 1, c)
+    return scores_of(s, c), o, new, weight
 
 
 @gluon.jit
-def two_blocks_fast(k_step, v_step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c: gl.constexpr):
-    """Two blocks that every row sees whole: under each softmax the next block's Q K^T and the last one's P V."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c: gl.constexpr):
+    """`unroll` blocks that every row sees whole: under each softmax the next block's Q K^T and the last one's P V."""
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
     OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
-    for u in gl.static_range(2):
-        wait_full(k_full, k_step + u + 1, c)
-        following = start_scores(k_step + u + 1, q_terms, k_tiles, c)
+    UNROLL: gl.constexpr = c.unroll
+    for u in gl.static_range(UNROLL):
         if c.softcap is not None:
             s = capped(s, factor, c)
-        p, keep, reference, weight = softmax_fast(s, reference, weight, softmax_factor(factor, c), c)
-        wait_full(v_full, v_step + u, c)  # here: a border that keeps the softmax before the wait for P V
-        if u == 1:
+        x, new = exponents_fast(s, reference, softmax_factor(factor, c), c)
+        wait_full(k_full, step + u + 1, c)  # here: the registers of these scores are free for the next
+        following = start_scores(step + u + 1, q_terms, k_tiles, c)
+        p, keep, weight = softmax_fast(x, reference, new, weight, c)
+        reference = new
+        wait_full(v_full, step + u, c)  # here: a border that keeps the softmax before the wait for P V
+        if u > 0:
             o = warpgroup_mma_wait(1, deps=[o])
-            free(v_empty, v_step, c)
-        o = o * as_column(keep, OUT)
+            free(empty, step + u, c)
+        o = rescaled(o, keep)
         p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
-        o = warpgroup_mma(p8, operand_of(v_tiles, v_step + u, c), o, is_async=True)
-        if u == 0:
+        o = warpgroup_mma(p8, operand_of(v_tiles, step + u, c), o, is_async=True)
+        if u < UNROLL - 1:
             s = scores_of(warpgroup_mma_wait(1, deps=[following]), c)
-            free(k_empty, k_step + 1, c)
         else:  # nothing may be in flight over the loop's end: ptxas would serialise all products
             o, s = warpgroup_mma_wait(0, deps=[o, following])
             s = scores_of(s, c)
-            free(k_empty, k_step + 2, c)
-            free(v_empty, v_step + 1, c)
+            free(empty, step + u + 1, c)
     return s, o, reference, weight
 
 
 @gluon.jit
-def step_exact(block, k_step, v_step, q_terms, s, o, peak, weight, factor, limit, k_tiles, v_tiles, bars,
+def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
                MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """A block: its softmax, then its P V, piece by piece of the output, with the next block's Q K^T among them."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    """A block: its softmax with the next block's Q K^T under it, then its P V, piece by piece of the output."""
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
     PIECES: gl.constexpr = c.pieces
     PIECE: gl.constexpr = c.piece
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     if c.softcap is not None:
         s = capped(s, factor, c)
     if MASK:
-        s = masked(s, block, limit, c)
-    p, keep, add, peak, weight = softmax_exact(s, peak, weight, softmax_factor(factor, c), c)
+        s = masked(s, block, limit, tile, c)
+    x, own, new = exponents_exact(s, reference, softmax_factor(factor, c), c)
+    wait_full(k_full, step + 1, c)  # here: the registers of these scores are free for the next
+    following = start_scores(step + 1, q_terms, k_tiles, c)
+    p, keep, add, weight = softmax_exact(x, own, reference, new, weight, c)
     hi, lo = half.split_pairs(p)
     hi = half.to_operand(hi, gl.DotOperandLayout(0, OUT, 4))
     lo = half.to_operand(lo, gl.DotOperandLayout(0, OUT, 4))
-    wait_full(v_full, v_step, c)
-    wait_full(k_full, k_step + 1, c)
-    v = v_tiles.index(v_step % c.stages)
+    wait_full(v_full, step, c)
+    v = v_tiles.index(step & (c.stages - 1))
     nothing = gl.zeros([ROWS, PIECE], gl.float32, OUT)
     out = ()
-    following = None
     for i in gl.static_range(PIECES):
         columns = v.slice(i * PIECE, PIECE, dim=0).permute((1, 0))
         pv = warpgroup_mma(hi, columns, nothing, use_acc=False, is_async=True)
         pv = warpgroup_mma(lo, columns, pv, is_async=True)
+        old = rescaled(o[i], keep)
         if i == 0:
-            following = start_scores(k_step + 1, q_terms, k_tiles, c)
-            pv = warpgroup_mma_wait(1, deps=[pv])
+            pv, s = warpgroup_mma_wait(0, deps=[pv, following])
         else:
             pv = warpgroup_mma_wait(0, deps=[pv])
-        out = out + (o[i] * as_column(keep, OUT) + pv * as_column(add, OUT),)
-    s = warpgroup_mma_wait(0, deps=[following])
-    free(v_empty, v_step, c)
-    free(k_empty, k_step + 1, c)
-    return s, out, peak, weight
+        out = out + (old + pv * as_column(add, OUT),)
+    free(empty, step + 1, c)
+    return s, out, new, weight
 
 
 @gluon.jit
-def step(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit, k_tiles, v_tiles, bars,
-         MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
+def one_block(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
+              MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """One block, of either precision."""
     if c.exact:
-        return step_exact(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit,
+        return step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, tile,
                           k_tiles, v_tiles, bars, MASK, c)  # fmt: skip
     else:
-        return step_fast(block, k_step, v_step, q_terms, s, o, reference, weight, factor, limit,
+        return step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile,
                          k_tiles, v_tiles, bars, MASK, c)  # fmt: skip
 
 

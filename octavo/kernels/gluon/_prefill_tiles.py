@@ -31,6 +31,8 @@ PARTS = gl.constexpr(7)  # programs that share the tile
 SLOT = gl.constexpr(8)  # of this part
 COUNTER = gl.constexpr(9)  # of the item
 PART = gl.constexpr(10)
+SEQUENCE = gl.constexpr(11)
+MISSING = gl.constexpr(12)  # pages that are not in the pool
 # and fp32
 FACTOR = gl.constexpr(0)  # softmax scale times scale of keys
 V_SCALE = gl.constexpr(1)
@@ -79,11 +81,24 @@ def page_id(table, page, begin, end, num_pages, c: gl.constexpr):
 
 
 @gluon.jit
+def missing_pages(table, begin, end, num_pages, c: gl.constexpr):
+    """How many pages of tokens [begin, end) are not in the pool. By one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    i = gl.arange(0, 128, layout=layout)
+    first, last = begin // c.page, (end + (c.page - 1)) // c.page
+    count = first * 0
+    for base in range(first, last, 128):
+        found = gl.load(table + base + i, mask=base + i < last, other=0)
+        count += gl.sum(((found < 0) | (found >= num_pages)).to(gl.int32), axis=0)
+    return count
+
+
+@gluon.jit
 def zero_tokens(v_words, stage, block, begin, end, c: gl.constexpr):
     """Zero the bytes of V^T of a block's tokens outside [begin, end): 0 x NaN is NaN. By one warp."""
     PAGES: gl.constexpr = c.pages
     WORDS: gl.constexpr = c.page // 4  # of a row of V^T
-    STEP: gl.constexpr = 512 // c.page  # rows at a time
+    STEP: gl.constexpr = c.rows_zeroed
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // c.page, c.page // 16], [1, 1], [1, 0])
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))
     for g in gl.static_range(PAGES):
@@ -110,21 +125,27 @@ def start_values(v_desc, v_pages, table, block, begin, end, kv_head, num_pages, 
 
 
 @gluon.jit
+def wait_empty(bars, number, c: gl.constexpr):
+    """Wait until the keys that block `number` takes the place of have been read; for values, wait for number + 1."""
+    mbarrier.wait(bars.index(number & (c.stages - 1)), ((number >> c.stage_bits) & 1) ^ 1)
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, batch, schedule, scales, output, bars, q_in, k_pages, v_pages, record, c: gl.constexpr
 ):
     """Take items as long as there are any, and fill the rings with their query, keys and values."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
     ints, floats = record
     PAGES: gl.constexpr = c.pages
-    STEP: gl.constexpr = 512 // c.page
+    STEP: gl.constexpr = c.rows_zeroed
     v_words = v_pages._reinterpret(gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
                                    gl.NVMMASharedLayout(c.page, 32, 2))  # fmt: skip
     programs = gl.num_programs(0)
     total = gl.load(schedule.memory) * c.heads
     item = gl.program_id(0)
     count = item * 0
-    v_step = item * 0
+    number = item * 0  # of a block, over all tiles
     landed = item * 0
     while item < total:
         entry = schedule.entries + item // c.heads * ENTRY_INTS
@@ -145,6 +166,12 @@ def produce(
             table = batch.page_table + b.to(gl.int64) * batch.table_row
             k_scale = head_scale(scales.keys, kv_head, scales.keys_head)
             v_scale = head_scale(output.v_scale, kv_head, output.v_scale_head)
+            begin = length * 0
+            if c.window > 0:
+                begin = gl.maximum(seen - c.window, 0)
+            missing = missing_pages(
+                table, gl.maximum(begin, low * c.block), gl.minimum(length, high * c.block), batch.num_pages, c
+            )
             mbarrier.wait(q_empty, (count & 1) ^ 1)
             put(ints, count, BLOCKS, high - low)
             put(ints, count, TOP, high - 1)
@@ -157,45 +184,43 @@ def produce(
             put(ints, count, SLOT, (first_slot + part) * c.heads + head)
             put(ints, count, COUNTER, cut * c.heads + head)
             put(ints, count, PART, part)
+            put(ints, count, SEQUENCE, b)
+            put(ints, count, MISSING, missing)
             put(floats, count, FACTOR, k_scale * c.softmax_scale)
             put(floats, count, V_SCALE, v_scale)
             mbarrier.expect(q_full, 2 * ROWS * c.dim * c.query_bits // 8)
             for g in gl.static_range(2):
                 row = first_row + g * (ROWS // c.pack)
                 tma.async_copy_global_to_shared(q_desc, [row, head * c.pack, 0], q_full, q_in.index(g))
-            begin = length * 0
-            if c.window > 0:
-                begin = gl.maximum(seen - c.window, 0)
-            k_step = v_step + count
             # One block of keys more, read by nobody, so that the consumers may always start the next product.
             for i in range(high - low + 1):
                 block = gl.maximum(high - 1 - i, low)
-                ks = (k_step + i) % c.stages
-                vs = (v_step + i) % c.stages
-                mbarrier.wait(k_empty.index(ks), (((k_step + i) // c.stages) & 1) ^ 1)
-                mbarrier.expect(k_full.index(ks), c.block * c.dim)
+                stage = (number + i) & (c.stages - 1)
+                wait_empty(empty, number + i, c)
+                mbarrier.expect(k_full.index(stage), c.block * c.dim)
                 for g in gl.static_range(PAGES):
                     page = page_id(table, block * c.pages + g, begin, length, batch.num_pages, c)
-                    at = ks * (c.panels * c.pages) + g
-                    pipe.copy_page(k_desc, k_pages, page, kv_head, k_full.index(ks), at, c.pages, c.panels)
-                if i < high - low:
-                    partial = (block * c.block < begin) | (block * c.block + c.block > length)
-                    mbarrier.wait(v_empty.index(vs), (((v_step + i) // c.stages) & 1) ^ 1)
-                    if partial:
+                    at = stage * (c.panels * c.pages) + g
+                    pipe.copy_page(k_desc, k_pages, page, kv_head, k_full.index(stage), at, c.pages, c.panels)
+                wait_empty(empty, number + i + 1, c)
+                full = v_full.index(stage)
+                if i == high - low:
+                    mbarrier.arrive(full, count=1)
+                else:
+                    if (block * c.block < begin) | (block * c.block + c.block > length):
                         start_values(
-                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, v_landed, vs, c
+                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, v_landed, stage, c
                         )
                         mbarrier.wait(v_landed, landed & 1)
                         landed += 1
-                        zero_tokens(v_words, vs, block, begin, length, c)
+                        zero_tokens(v_words, stage, block, begin, length, c)
                         fence_async_shared()
-                        mbarrier.arrive(v_full.index(vs), count=1)
+                        mbarrier.arrive(full, count=1)
                     else:
-                        full = v_full.index(vs)
                         start_values(
-                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, full, vs, c
+                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, full, stage, c
                         )
-            v_step += high - low
+            number += high - low + 1
             count += 1
         item = programs + gl.atomic_add(schedule.memory + 1, 1)
     mbarrier.wait(q_empty, (count & 1) ^ 1)

@@ -27,17 +27,17 @@ from . import _pipeline as pipe
 from ._prefill_results import Parts, finish_tile
 from ._prefill_steps import (
     LOWEST,
+    blocks_fast,
     free,
     load_query,
     no_output,
+    one_block,
     row_factors,
     scores_of,
     start_scores,
-    step,
-    two_blocks_fast,
     wait_full,
 )
-from ._prefill_tiles import BLOCKS, FACTOR, HEAD, LENGTH, ROWS, SEEN, TOP, Batch, Scales, get, produce
+from ._prefill_tiles import BLOCKS, FACTOR, HEAD, LENGTH, MISSING, ROWS, SEEN, TOP, Batch, Scales, get, produce
 from ._results import NOTHING, Output
 from .decode import _example, _per_head, descriptors
 from .prefill_plan import Constants, constants, prefill_plan, schedule_of
@@ -48,15 +48,15 @@ MAX_REGISTERS = 168  # of a thread at the launch, of which the consumers then ta
 
 
 @gluon.jit
-def consume(scales, output, memory, schedule, bars, q_in, q_terms, factors, k_tiles, v_tiles, record,
+def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factors, k_tiles, v_tiles, record,
             WHICH: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """Attend for 64 of a tile's packed rows, tile by tile, and write results or parts of them."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, v_landed = bars
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
     ints, floats = record
     R: gl.constexpr = gl.SliceLayout(1, pipe.accumulator_layout(c.block))
     r = gl.arange(0, ROWS, layout=R)
     count = gl.program_id(0) * 0
-    v_step = count  # blocks of values so far; of keys there is one more a tile
+    number = count  # of a block: a tile has one more than it attends over, see `produce`
     mbarrier.wait(q_full, 0)
     blocks = get(ints, count, BLOCKS)
     while blocks >= 0:
@@ -66,46 +66,50 @@ def consume(scales, output, memory, schedule, bars, q_in, q_terms, factors, k_ti
         mbarrier.arrive(q_empty, count=1)
         factor = row_factors(factors, c)
         limit = gl.minimum(r // c.pack + seen, length)  # a row sees tokens below it
-        end = v_step + blocks
+        end = number + blocks
         # From the diagonal back: blocks that some row does not see whole, those that all do, the window's far end.
         top = get(ints, count, TOP)
         whole = gl.minimum(gl.maximum(gl.minimum(seen, length), 0) // c.block, top + 1)
-        end_masked = v_step + gl.minimum(top + 1 - whole, blocks)
+        if get(ints, count, MISSING) > 0:
+            whole = whole * 0
+        end_masked = number + gl.minimum(top + 1 - whole, blocks)
         end_whole = end
         if c.window > 0:
             oldest = gl.minimum(seen + (ROWS - 1) // c.pack, length) - c.window  # of the last row
             below = (gl.maximum(oldest, 0) + c.block - 1) // c.block
-            end_whole = v_step + gl.maximum(gl.minimum(top + 1 - below, blocks), 0)
+            end_whole = number + gl.maximum(gl.minimum(top + 1 - below, blocks), 0)
         o = no_output(c)
         weight = gl.zeros([ROWS, 4], gl.float32, pipe.pair_layout(64, 4))
         reference = gl.full([ROWS], NOTHING if c.exact else LOWEST, gl.float32, R)
-        wait_full(k_full, v_step + count, c)
-        s = start_scores(v_step + count, q_terms, k_tiles, c)
+        wait_full(k_full, number, c)
+        s = start_scores(number, q_terms, k_tiles, c)
         s = scores_of(warpgroup_mma_wait(0, deps=[s]), c)
-        free(k_empty, v_step + count, c)
-        while v_step < end_masked:
-            s, o, reference, weight = step(
-                end - 1 - v_step + (top + 1 - blocks), v_step + count, v_step, q_terms, s, o, reference, weight, factor,
-                limit, k_tiles, v_tiles, bars, True, c)  # fmt: skip
-            v_step += 1
+        free(empty, number, c)
+        tile = (batch, ints, count)
+        while number < end_masked:
+            block = end - 1 - number + (top + 1 - blocks)
+            s, o, reference, weight = one_block(block, number, q_terms, s, o, reference, weight, factor,
+                                                limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
+            number += 1
         if not c.exact:
-            while v_step + 1 < end_whole:
-                s, o, reference, weight = two_blocks_fast(
-                    v_step + count, v_step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c
+            while number + (c.unroll - 1) < end_whole:
+                s, o, reference, weight = blocks_fast(
+                    number, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c
                 )
-                v_step += 2
-        while v_step < end_whole:
-            s, o, reference, weight = step(0, v_step + count, v_step, q_terms, s, o, reference, weight, factor,
-                                           limit, k_tiles, v_tiles, bars, False, c)  # fmt: skip
-            v_step += 1
+                number += c.unroll
+        while number < end_whole:
+            s, o, reference, weight = one_block(0, number, q_terms, s, o, reference, weight, factor,
+                                                limit, tile, k_tiles, v_tiles, bars, False, c)  # fmt: skip
+            number += 1
         if c.window > 0:
-            while v_step < end:
-                block = end - 1 - v_step + get(ints, count, TOP) + 1 - get(ints, count, BLOCKS)
-                s, o, reference, weight = step(block, v_step + count, v_step, q_terms, s, o, reference, weight, factor,
-                                               limit, k_tiles, v_tiles, bars, True, c)  # fmt: skip
-                v_step += 1
+            while number < end:
+                block = end - 1 - number + get(ints, count, TOP) + 1 - get(ints, count, BLOCKS)
+                s, o, reference, weight = one_block(block, number, q_terms, s, o, reference, weight, factor,
+                                                    limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
+                number += 1
         finish_tile(o, reference, weight, count, ints, floats, output, memory, schedule, WHICH, c)
         count += 1
+        number += 1
         mbarrier.wait(q_full, count & 1)
         blocks = get(ints, count, BLOCKS)
 
@@ -142,16 +146,16 @@ def prefill_kernel(q_desc, k_desc, v_desc, batch, schedule, scales, output, memo
         gl.allocate_shared_memory(gl.float32, [32, 1], FLAT),
     )
     q_full, q_empty = pipe.make_shared_ring(1, 2)
-    k_full, k_empty = pipe.make_shared_ring(STAGES, 2)
-    v_full, v_empty = pipe.make_shared_ring(STAGES, 2)
+    k_full, empty = pipe.make_shared_ring(STAGES, 2)
+    v_full, _ = pipe.make_shared_ring(STAGES, 2)
     v_landed, _ = pipe.make_shared_ring(1, 1)
     fence_async_shared()
-    bars = (q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty, v_landed.index(0))
+    bars = (q_full.index(0), q_empty.index(0), k_full, v_full, empty, v_landed.index(0))
     gl.warp_specialize(
         [
-            (consume, (scales, output, memory, schedule, bars, q_in, terms_a, factors_a,
+            (consume, (batch, scales, output, memory, schedule, bars, q_in, terms_a, factors_a,
                        k_tiles, v_tiles, record, 0, c)),
-            (consume, (scales, output, memory, schedule, bars, q_in, terms_b, factors_b,
+            (consume, (batch, scales, output, memory, schedule, bars, q_in, terms_b, factors_b,
                        k_tiles, v_tiles, record, 1, c)),
             (produce, (q_desc, k_desc, v_desc, batch, schedule, scales, output, bars,
                        q_pages, k_pages, v_pages, record, c)),

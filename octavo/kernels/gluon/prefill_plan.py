@@ -69,6 +69,16 @@ class Constants:
         return 128 // self.pack
 
     @property
+    def unroll(self) -> int:
+        """Blocks that the fast loop overlaps: as registers allow."""
+        return 2 if self.dim <= 128 else 1
+
+    @property
+    def stage_bits(self) -> int:
+        """log2 of the stages of a ring."""
+        return self.stages.bit_length() - 1
+
+    @property
     def pages(self) -> int:
         """Pages of a block."""
         return self.block // self.page
@@ -77,6 +87,11 @@ class Constants:
     def dim_v(self) -> int:
         """Elements of a value head."""
         return self.dim
+
+    @property
+    def rows_zeroed(self) -> int:
+        """Rows of V^T that the producer zeroes at a time: 16 bytes a lane, and the 8 rows of a swizzle."""
+        return max(8, 512 // self.page)
 
     @property
     def panel(self) -> int:
@@ -265,7 +280,10 @@ def prefill_plan(
     The other arguments are what Attention.plan got. Reads nothing on the host; one launch.
     """
     batch = seq_lens.shape[0]
-    if batch == 0 or batch == num_decodes:
+    if batch == 0:
+        memory[:HEADER].zero_()  # no tile; rows of no sequence there may be
+        return
+    if batch == num_decodes:  # then prefill is not launched
         return
     device, c = device_of(seq_lens.device), constants(spec)
     schedule = schedule_of(spec, device, memory)

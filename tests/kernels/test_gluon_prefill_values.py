@@ -1,0 +1,129 @@
+"""Hopper's prefill without a GPU: its PTX run by `ptx_machine`, values against fp64.
+
+What ptxas makes of it, races and times are left to a GPU: tests/gpu/test_gluon_prefill.py has the same cases at length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import octavo
+from octavo import tuning
+from octavo.device import Device
+from octavo.formats import TORCH_DTYPES
+from octavo.spec import AttentionSpec
+from octavo.testing.compare import errors, exact
+from octavo.testing.inputs import Batch, make_batch
+from octavo.testing.poison import poison
+
+H200 = Device.named("h200")
+FP8_ERROR = 0.05  # of a query and P that are e4m3, on these inputs; 0.038 is the floor
+
+
+def spec_of(heads: int = 4, kv_heads: int = 1, dim: int = 128, **fields) -> AttentionSpec:
+    return AttentionSpec(heads, kv_heads, dim, **fields)
+
+
+# Spec, lengths, query rows and programs of each case.
+CASES = {
+    "three tiles of two sequences": (spec_of(4, 2, lse=True), [700, 390], [40, 70], 1),
+    "head_dim 256": (spec_of(dim=256), [400], [40], 1),
+    "pages of 128 of 64, groups of 3": (spec_of(3, dim=64, page_size=128), [400], [40], 1),
+    "pages of 32, e4m3 query and output": (spec_of(page_size=32, query_dtype="fp8", out_dtype="fp8"), [200], [40], 1),
+    "window and sinks": (spec_of(window=100, sinks=True, lse=True), [700], [40], 1),
+    "softcap": (spec_of(softcap=20.0, lse=True), [300], [40], 1),
+    "rows without keys": (spec_of(lse=True), [10, 0, 150], [40, 20, 50], 1),
+    "an item in pieces": (spec_of(lse=True), [2400], [20], 3),
+    "exact": (spec_of(precision="exact", lse=True), [500], [40], 1),
+    "exact 256": (spec_of(dim=256, precision="exact"), [300], [40], 1),
+    "decodes are left alone": (spec_of(lse=True, max_query_len=2), [100, 200, 300, 130], [1, 2, 40, 1], 1),
+    "pages that are not there": (spec_of(lse=True), [700, 100], [40, 33], 1),
+}
+
+
+def attend(batch: Batch, programs: int) -> torch.Tensor:
+    """prefill of `batch` over poisoned memory, on a device of so many multiprocessors; its lse is kept."""
+    from octavo.kernels.gluon import prefill, prefill_plan
+    from tests.kernels.ptx_machine import run_kernel
+    from tests.kernels.test_gluon_prefill import tiles_by_hand
+
+    spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
+    device, context = replace(H200, num_sms=programs), batch.page_table.shape[1] * spec.page_size
+    size = tuning.hopper_prefill_workspace_bytes(spec, device, sequences, rows, context)
+    out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype])
+    out.view(torch.uint8).fill_(0xFF)
+    batch.lse = torch.full((rows, spec.num_q_heads), math.nan) if spec.lse else None
+    call = batch.call(out, batch.lse, torch.full((size,), 0xFF, dtype=torch.uint8), None, None)
+    memory = torch.full((tuning.hopper_prefill_schedule_ints(spec, device, sequences, rows),), -1, dtype=torch.int32)
+    schedule = prefill_plan.schedule_of(spec, device, memory)
+    lens, lengths = batch.query_starts.diff().tolist(), batch.seq_lens.tolist()
+    entries = tiles_by_hand(spec, lengths, lens, context, None, programs)
+    memory[:3] = torch.tensor([len(entries), 0, 0])
+    schedule.counters[: 2 * programs * spec.num_q_heads] = 0
+    for i, entry in enumerate(entries):
+        schedule.entries[i * prefill_plan.ENTRY :][: len(entry)] = torch.tensor(entry)
+    run_kernel(prefill.prefill_kernel, prefill.launch(call, memory, device), H200, programs)
+    return out
+
+
+def found(name: str) -> dict[str, object]:
+    """What a case gives."""
+    spec, lens, rows, programs = CASES[name]
+    batch = make_batch(spec, lens, rows, device="cpu", k_scale=0.9, v_scale=1.1)
+    if name == "pages that are not there":
+        batch.page_table[0, 3], batch.page_table[0, 8], batch.page_table[1, :2] = -1, 2**31 - 1, batch.cache.num_pages
+    else:
+        pages = torch.cat([row[: -(-n // spec.page_size)] for row, n in zip(batch.page_table, lens, strict=True)])
+        offsets = torch.cat([torch.arange(-(-n // spec.page_size) * spec.page_size) < n for n in lens])
+        slots = (pages.long()[:, None] * spec.page_size + torch.arange(spec.page_size)).flatten()
+        poison(batch.cache, slots[offsets])
+    out = attend(batch, programs)
+    decodes = batch.query_starts.diff() <= (spec.max_query_len if spec.max_query_len > 1 else 0)
+    ours = torch.repeat_interleave(~decodes, batch.query_starts.diff())
+    truth, lse = exact(batch)
+    scale = batch.arguments.get("out_scale", torch.tensor(1.0)).double()
+    wrong = (out.double() * scale - truth)[ours]
+    result: dict[str, object] = {
+        "rel": float(wrong.norm() / truth[ours].norm()),
+        "rel_bf16": errors(batch, out).rel_bf16,
+        "finite": bool(out[ours].float().isfinite().all()),
+    }
+    if batch.lse is not None:
+        got, right = batch.lse[ours], lse[ours]
+        result["lse_sees"] = torch.equal(got.isfinite(), right.isfinite())
+        result["lse_off"] = float((got - right)[right.isfinite()].abs().max())
+    if spec.max_query_len > 1:
+        result["left_alone"] = bool((out[~ours].view(torch.uint8) == 0xFF).all())
+    return result
+
+
+@pytest.fixture(scope="module")
+def results():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(results, name):
+    case, spec = results[name], CASES[name][0]
+    assert case["finite"] and case.get("lse_sees", True) and case.get("left_alone", True)
+    if spec.precision == "exact":
+        assert case["rel"] <= 1.1 * case["rel_bf16"] and case.get("lse_off", 0.0) < 2e-3
+    else:
+        assert case["rel"] <= math.hypot(FP8_ERROR, case["rel_bf16"]) and case.get("lse_off", 0.0) < 0.25
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps([case, found(case)]), flush=True)
