@@ -18,11 +18,17 @@ from .spec import AttentionSpec
 
 PHASES = ("prefill", "decode")
 # Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
-# of it is what keeps a plan from saying yes to a kernel that is only planned.
+# of it is what keeps a plan from saying yes to a kernel that is only planned, or that no GPU has run as it stands.
 WRITTEN: dict[str, frozenset[str]] = {
-    "gluon": frozenset({"prefill", "prefill_plan", "decode", "plan"}),
-    "triton": frozenset({"append", "prefill", "decode", "merge_states", "index_append", "mqa_logits", "topk"}),
+    "gluon": frozenset({"decode", "plan"}),
+    "triton": frozenset({"append", "prefill", "decode", "merge_states", "index_append", "mqa_logits"}),
     "reference": frozenset({"prefill", "decode", "append", "merge_states", "index_append", "mqa_logits", "topk"}),
+}
+# Files that are there, compiled and computed with on a CPU, whose present form has not been run on a GPU.
+UNPROVEN: dict[str, frozenset[str]] = {
+    "gluon": frozenset({"prefill", "prefill_plan", "mqa_logits"}),
+    "triton": frozenset({"topk"}),
+    "reference": frozenset(),
 }
 
 
@@ -140,12 +146,17 @@ def architecture(archs: tuple[str, ...], words: str) -> Rule:
     )
 
 
+def unwritten(backend: str, name: str) -> str:
+    """What there is of a function that is not in WRITTEN."""
+    return "one that no GPU has run yet" if name in UNPROVEN[backend] else "none yet"
+
+
 def written(backend: str) -> Rule:
     """The rule that this repository has the kernel."""
     return Rule(
         needs="a kernel in this repository",
         holds=lambda spec, device, phase: phase in WRITTEN[backend],
-        found=lambda spec, device, phase: "none yet",
+        found=lambda spec, device, phase: unwritten(backend, phase),
     )
 
 

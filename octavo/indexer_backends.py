@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .backends import TRITON_VERSION, WRITTEN, Rule, architecture, at_most, one_of
+from .backends import TRITON_VERSION, WRITTEN, Rule, architecture, at_most, one_of, unwritten
 from .device import ARCHITECTURES, Device
 from .spec import IndexerSpec
 
@@ -49,7 +49,7 @@ def written(backend: str) -> tuple[Rule, ...]:
         Rule(
             needs="a kernel in this repository",
             holds=lambda spec, device, operation, file=file: file in WRITTEN[backend],
-            found=lambda spec, device, operation: "none yet",
+            found=lambda spec, device, operation, file=file: unwritten(backend, file),
             phases=tuple(operation for operation, of in FILES.items() if of == file),
         )
         for file in dict.fromkeys(FILES.values())

@@ -12,11 +12,14 @@ from typer.testing import CliRunner
 
 transformers = pytest.importorskip("transformers", reason="transformers is an extra")
 
+from transformers_models import FAMILY_NAMES, save_with_letters, tiny  # noqa: E402
+
 from octavo.cli import accuracy as command  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
-from octavo.quality import passes, retrieval  # noqa: E402
-from octavo.quality.accuracy import Variant, from_file, variants  # noqa: E402
+from octavo.quality import harness, passes, retrieval  # noqa: E402
+from octavo.quality.accuracy import Subject, Variant, from_file, variants  # noqa: E402
+from octavo.quality.load import LoadedModel  # noqa: E402
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -138,6 +141,8 @@ def test_what_a_person_sees(model_folder):
         (["--scale-granularity", "page"], "--scale-granularity must be one of"),
         (["--precision", "fast,best"], "--precision must be one of"),
         (["--contexts", "1k"], "--contexts must be numbers"),
+        (["--contexts", "\u00b2"], "--contexts must be numbers"),
+        (["--contexts", "9" * 5000], "--contexts must be numbers"),
         (["--scales", "none.json"], "none.json"),
         (["--data", "none.txt"], "not there"),
         (["--out", "none/a.json"], "does not"),
@@ -152,9 +157,87 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, why):
 def test_more_than_the_model_holds_is_refused(model_folder):
     code, _, err = run(model_folder, "--quick", "--contexts", 512)
     assert code == 2 and "holds 256 tokens; came 512" in err and not Path("accuracy.json").exists()
+    assert "Calibrating" not in err
+    code, _, err = run(model_folder, "--length", 300)
+    assert code == 2 and "holds 256 tokens; came 300" in err and "Calibrating" not in err
+    code, _, err = run(model_folder, "--quick", "--contexts", 10)
+    assert code == 2 and "at least" in err and "Scoring" not in err
 
 
 def test_contexts_are_powers_of_two_up_to_the_models():
     assert command._contexts(8192, "cpu") == (512, 1024, 2048)
     assert command._contexts(8192, "cuda") == (512, 1024, 2048, 4096, 8192)
     assert command._contexts(300, "cuda") == (300,)
+
+
+SMALL = ("--quick", "--windows", 1, "--length", 32, "--contexts", 0)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_is_measured_as_it_is(tmp_path, family):
+    save_with_letters(tmp_path / "m")
+    tiny(family, vocab_size=259).save_pretrained(tmp_path / "m")
+    code, out, err = run(tmp_path / "m", *SMALL, "--json")
+    assert code == 0 and "pass keys" not in err
+    latent = family == "deepseek_v3"
+    found = {v["scale_granularity"]: v["scaled"] for v in json.loads(out)["variants"]}
+    assert found == (
+        {"tensor": False, "token_head": False} if latent else dict(tensor=True, head=True, token_head=False)
+    )
+    assert ("its scale is 1.0" in err) == latent and ("Calibrating" in err) != latent
+
+
+@pytest.mark.parametrize(("dtype", "own"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_the_16_bit_side_is_the_models_own(dtype, own):
+    loaded = LoadedModel(tiny("llama").to(getattr(torch, dtype)), None, "m", "here")
+    subject = Subject(loaded, [Variant("fp8_e4m3", "tensor", "exact")], torch.device("cpu"))
+    assert subject.dtype == "float32" and {spec.kv_dtype for spec in subject.sixteen.specs} == {own}
+
+
+def test_scales_are_used_for_what_they_were_made_for(tmp_path, model_folder):
+    def file(name: str, scale: Any, **made: Any) -> Path:
+        side = {"scale": scale}
+        content = {"schema": 1, "layers": [{"k": side, "v": side}] * 2, **made}
+        (tmp_path / name).write_text(json.dumps(content))
+        return tmp_path / name
+
+    e5m2 = from_file(file("a.json", 0.5, kv_cache_dtype="fp8_e5m2", scale_granularity="tensor"))
+    assert e5m2("fp8_e5m2", "tensor") and e5m2("fp8_e4m3", "tensor") is None
+    one_head = from_file(file("b.json", 0.5, kv_cache_dtype="fp8_e4m3", scale_granularity="head"))
+    assert one_head("fp8_e4m3", "head") and one_head("fp8_e4m3", "tensor") is None
+    of = file("c.json", [0.5, 0.25], kv_cache_dtype="fp8_e4m3", scale_granularity="head")
+    code, _, err = run(model_folder, *SMALL, "--scales", of, "--json")
+    assert code == 0 and "scale 1.0: fp8_e4m3 tensor exact" in " ".join(err.split())
+
+
+def test_names_are_never_markup(tmp_path, capfd):
+    folder = save_with_letters(tmp_path / "m[" / "b] [red]x")
+    code, out, err = run(folder, *SMALL, "--out", tmp_path / "[i]a.json")
+    assert code == 0 and "m[/b] [red]x" in err and "[red]x" in out and (tmp_path / "[i]a.json").exists()
+
+
+def test_one_window_has_no_interval(model_folder):
+    code, out, _ = run(model_folder, *SMALL)
+    found = json.loads(Path("accuracy.json").read_text())
+    assert code == 0 and "no intervals of one window" in out and " to " not in out.split("Error of")[0]
+    assert all(side["perplexity"]["low"] is None for side in found["sides"].values())
+
+
+@pytest.mark.parametrize("stop", [InvalidInput("lm-eval cannot run x", "no network"), KeyboardInterrupt()])
+def test_what_was_measured_before_lm_eval_is_kept(model_folder, monkeypatch, stop):
+    def evaluate(*_: Any) -> None:
+        raise stop
+
+    find = command.importlib.util.find_spec
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda n, *a: n == "lm_eval" or find(n, *a))
+    monkeypatch.setattr(harness, "known_tasks", lambda tasks: None)
+    monkeypatch.setattr(harness, "evaluate", evaluate)
+    code, out, err = run(model_folder, *SMALL, "--tasks", "x")
+    assert code == (130 if isinstance(stop, KeyboardInterrupt) else 2) and out == ""
+    assert "has all" in err and json.loads(Path("accuracy.json").read_text())["sides"]
+
+
+def test_default_contexts_are_those_that_hold_the_question(tmp_path):
+    save_with_letters(tmp_path / "m", max_position_embeddings=64)
+    code, out, _ = run(tmp_path / "m", "--windows", 1, "--length", 32, "--json")
+    assert code == 0 and json.loads(out)["retrieval"] == []

@@ -273,3 +273,61 @@ def test_an_interrupted_calibration_leaves_no_file(model_folder, tmp_path, monke
     monkeypatch.setattr(quality, "keys_and_values", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     code, _, err = run(model_folder, "--windows", 2, "--length", 64)
     assert code == 130 and "no scales were written" in err and list(tmp_path.iterdir()) == []
+
+
+def test_a_head_has_a_scale_of_its_own_where_it_is_the_only_one(tmp_path):
+    model = tiny("llama", num_key_value_heads=1)
+    written(model, tmp_path / "scales.json", "head")
+    k, v = load_scales(tmp_path / "scales.json")
+    assert [scale.shape for scale in (*k, *v)] == [(1,)] * 4
+    assert quality.made_for(tmp_path / "scales.json", (k, v)) == ("fp8_e4m3", "head")
+
+
+def test_keys_that_are_not_finite_are_refused():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = float("nan")
+    with pytest.raises(InvalidInput, match="must be finite; values of layer 1 are not"):
+        calibrate(model, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--kv-cache-dtype", "fp8_e5m2", "--checkpoint", "out"], "compressed-tensors holds scales of fp8_e4m3"),
+        (["--checkpoint", "scales.json"], "--checkpoint must be another place than --out"),
+        (["--length", "300"], "context holds 256 tokens; came 300"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_calibrating(model_folder, tmp_path, monkeypatch, arguments, why):
+    monkeypatch.chdir(tmp_path)
+    before = list(tmp_path.iterdir())
+    code, out, err = run(model_folder, "--windows", 1, "--length", 32, *arguments)
+    assert code == 2 and why in err and out == "" and "Calibrating" not in err
+    assert list(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("model.safetensors.index.json", {}, "must hold a weight_map"),
+        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "x"}}, r"none of layers \[0, 1\]"),
+        ("config.json", {"quantization_config": ["gptq"]}, "gptq"),
+    ],
+)
+def test_an_odd_checkpoint_is_one_line(model, model_folder, tmp_path, name, content, why):
+    found = written(model, tmp_path / "scales.json")
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (source / file).write_bytes((model_folder / file).read_bytes())
+    (source / name).write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match=why):
+        write_checkpoint(found, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_scale_that_no_float_holds_is_one_line(tmp_path):
+    (tmp_path / "scales.json").write_text(f'{{"schema": 1, "layers": [{{"k": {{"scale": {10**400}}}}}]}}')
+    with pytest.raises(InvalidInput, match="layer 0 must have a k scale"):
+        load_scales(tmp_path / "scales.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,13 @@ import torch
 
 pytest.importorskip("typer", reason="typer is an extra")
 pytest.importorskip("rich", reason="rich is an extra")
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.cli.main import app  # noqa: E402
+from octavo.cli.progress import for_tables, show_table  # noqa: E402
 from octavo.reference import decode as reference_decode  # noqa: E402
 from octavo.testing import support  # noqa: E402
 from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
@@ -54,6 +59,32 @@ def test_the_table_is_for_people():
 
 def test_one_backend_alone():
     assert {o["backend"] for o in outcomes("--backend", "reference")} == {"reference"}
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(True, 40), (False, 100)])
+def test_tables_are_as_wide_as_the_terminal_that_shows_them(monkeypatch, terminal, width):
+    class Stdout(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr("sys.stdout", Stdout())
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    assert for_tables(100).width == width  # whatever stderr is
+
+
+@pytest.mark.parametrize("width", [16, 24, 60])
+def test_a_narrow_terminal_loses_no_figure(width):
+    table = Table(title="figures")
+    for header in ("cache", "perplexity", "change"):
+        table.add_column(header)
+    table.add_row("fp8_e4m3", "12345.678", Text("0.25 %"))
+    table.add_row("16-bit", "12345.431", "")
+    console = Console(file=io.StringIO(), width=width)
+    show_table(console, table)
+    shown = console.file.getvalue()
+    assert all(word in shown for word in ("figures", "fp8_e4m3", "12345.678", "0.25 %", "12345.431"))
+    assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= width + 7
 
 
 @pytest.mark.parametrize("name", ["", "cuda", "Triton"])

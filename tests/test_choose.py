@@ -14,7 +14,7 @@ import pytest
 
 import octavo
 from octavo import backends, tuning
-from octavo.backends import BACKENDS, BY_NAME, PHASES, WRITTEN, rules_markdown
+from octavo.backends import BACKENDS, BY_NAME, PHASES, UNPROVEN, WRITTEN, rules_markdown
 from octavo.choose import Choice, _choose, choose
 from octavo.device import KNOWN, Device
 from octavo.errors import InvalidInput, Unsupported
@@ -322,7 +322,8 @@ def test_every_function_that_is_called_written_is_a_file_and_the_other_way_round
     names = {*PHASES, "append", "merge_states"}
     for backend, home in homes.items():
         files = {path.stem for path in (ROOT / home).glob("*.py")} & names
-        assert files == WRITTEN[backend] & names, backend
+        assert files == (WRITTEN[backend] | UNPROVEN[backend]) & names, backend
+        assert not WRITTEN[backend] & UNPROVEN[backend], backend
 
 
 def test_docs_rules_is_current() -> None:

@@ -333,14 +333,12 @@ def test_inputs_and_outputs_are_different_files(file, tmp_path, monkeypatch):
     before = file.read_bytes()
     for arguments in (
         ["--out", file],
-        ["--markdown", tmp_path / "sub" / ".." / file.name],
+        ["--markdown", Path("..", tmp_path.name, file.name)],
         ["--figure", "report.html"],
     ):
         code, out, err = report(file, *arguments)
         assert code == 2 and "neither read nor written otherwise" in err and out == ""
         assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == [file.name]
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub").rmdir()
 
 
 def test_nothing_is_written_where_something_cannot_be(file, tmp_path, monkeypatch):

@@ -51,6 +51,8 @@ def test_every_kind_of_step_is_planned_and_run(monkeypatch, changes):
 def test_bounds_must_be_positive():
     with pytest.raises(InvalidInput, match="max_batch"):
         warm(choose(SPEC, "cpu"), "cpu", max_batch=0)
+    with pytest.raises(InvalidInput, match="must hold one sequence's 9 rows of a decode step; came 4"):
+        warm(choose(AttentionSpec(4, 2, 64, max_query_len=9), "cpu"), "cpu", max_query_tokens=4)
 
 
 def test_what_triton_compiles_is_counted_and_the_listener_put_back():
@@ -92,6 +94,11 @@ def test_the_command_warms_every_kind_of_layer():
 def test_a_refused_plan_is_exit_code_2_with_its_reasons():
     code, out, err = warmup("llama-3.1-8b", "--backend", "gluon", "--kv-cache-dtype", "fp8")
     assert code == 2 and "needs Hopper (sm_90)" in err and out == ""
+
+
+def test_bounds_that_hold_no_decode_are_exit_code_2():
+    code, out, err = warmup("llama-3.1-8b", "--query-len", "9")
+    assert code == 2 and "9 rows of a decode step; came 4" in err and out == "" and "does not run" not in err
 
 
 def test_a_kernel_that_does_not_run_is_one_line_and_exit_code_1(monkeypatch):

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..quality.trial import SIXTEEN
-from .progress import for_tables
+from .progress import for_tables, show_table
 
 WORST = 4  # heads that are told of each variant
 
@@ -22,12 +22,12 @@ def show(results: dict[str, Any], out: Path) -> None:
     console.print(Text(f"{model['name']}, {model['parameters'] / 1e6:.3g} M parameters, {model['dtype']}, on {name}"))
     intervals = "95 % intervals" if text["windows"] > 1 else "no intervals of one window"
     console.print(Text(f"{text['windows']} windows of {text['length']} tokens of {text['source']}; {intervals}"))
-    console.print(_figures(results))
+    show_table(console, _figures(results))
     if results["retrieval"]:
-        console.print(_retrieval(results))
-    console.print(_heads(results))
+        show_table(console, _retrieval(results))
+    show_table(console, _heads(results))
     for task, sides in results.get("lm_eval", {}).items():
-        console.print(_task(task, sides))
+        show_table(console, _task(task, sides))
     console.print(Text(f"wrote {out} in {results['seconds']} s"))
 
 

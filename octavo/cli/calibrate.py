@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInput
-from .progress import bar, for_messages, for_tables, quiet, saying
+from .progress import bar, for_messages, for_tables, quiet, saying, show_table
 
 if TYPE_CHECKING:
     from ..quality.calibrate import Calibration
@@ -167,7 +167,7 @@ def _show(console: Any, found: Calibration, out: Path, checkpoint: Path | None) 
             table.add_column(column, justify="right")
     for layer in found.layers:
         table.add_row(str(layer["layer"]), *_cells(layer["k"]), *_cells(layer["v"]))
-    console.print(table)
+    show_table(console, table)
     text = found.text
     console.print(Text(f"over {text['windows']} windows of {text['length']} tokens of {text['source']}"))
     if found.one_is_as_good:

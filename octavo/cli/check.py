@@ -10,7 +10,7 @@ import typer
 
 from ..backends import BY_NAME
 from ..errors import InvalidInput
-from .progress import bar, for_messages, for_tables
+from .progress import bar, for_messages, for_tables, show_table
 
 if TYPE_CHECKING:
     from ..testing.support import Outcome
@@ -83,7 +83,7 @@ def _show(console: Any, result: dict[str, Any], outcomes: list[Outcome]) -> None
     for (op, backend), counts in support.summary(outcomes).items():
         failed = Text(str(counts["failed"]), style="bold red" if counts["failed"] else "")
         table.add_row(op, backend, str(counts["passed"]), str(counts["refused"]), failed)
-    console.print(table)
+    show_table(console, table)
     for backend, found in support.reasons(outcomes).items():
         console.print(Text(f"{backend} refuses what is not:", style="bold"))
         for reason, count in found[:SHOWN_REASONS]:

@@ -54,6 +54,24 @@ def for_tables(width: int) -> Any:
     return console if console.is_terminal else Console(highlight=False, width=width)
 
 
+def show_table(console: Any, table: Any) -> None:
+    """Print a rich Table; where the terminal is too narrow for its figures, each row as lines of "column: figure"."""
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    if Measurement.get(console, console.options.update(width=10_000), table).minimum <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, style="italic")
+    first, *others = table.columns
+    for name, *figures in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(Text.assemble(f"{first.header}: ", name))
+        for column, figure in zip(others, figures, strict=True):
+            if str(figure):
+                console.print(Text.assemble(f"  {column.header}: ", figure))
+
+
 def is_number(word: str) -> bool:
     """Whether it is a whole number in plain digits, of a size that something here can have."""
     return word.isascii() and word.isdigit() and len(word) <= 18

@@ -63,7 +63,9 @@ def rounding_of(spec: AttentionSpec, backend: str, phase: str, device: Device, t
         return Rounding(**sums)
     cut = {"score": spec.head_dim * 2 * CUT, "product": tokens * 2 * CUT, "total": sums["total"]}
     fast = phase == "prefill" and spec.precision == "fast" and spec.kv_dtype == "fp8_e4m3"
-    if backend == "gluon" and fast:  # scores and P are fp16 from the first sum on
+    if backend == "gluon" and fast:
+        # fp16 from the first sum on: a score once for each 32 products and twice after; the argument of 2^x, below 16,
+        # by 2^-8; 2^x itself, a parabola, by 2^-9, and never below 2^-14; sums of P, by pairs; a tanh by 2^-10.
         scores = {"score": (spec.head_dim // 32) * FP16 + cut["score"], "scaled": 2 * FP16, "score_floor": 2.0**-7}
         weights = {"weight": E4M3 + 2.0**-8, "weight_floor": 2.0**-14, "total": 2.0**-8, "product": cut["product"]}
         query = 0.0 if spec.query_dtype == "fp8_e4m3" else E4M3 + STEPS

@@ -51,6 +51,33 @@ def product_loops(listing: str) -> list[list[str]]:
     return [[op for op, _ in code[a : b + 1]] for a, b in inner]
 
 
+def touched_in_flight(listing: str) -> int:
+    """Instructions that name a register of a product, accumulator or operand, before a wait has covered its group."""
+    groups: list[list[range]] = []  # committed, oldest first
+    group: list[range] = []
+    found = 0
+    for line in listing.splitlines():
+        match = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);", line)
+        if not match:
+            continue
+        opcode, rest = match[1], match[2]
+        if opcode.startswith("QGMMA"):
+            shape = re.match(r"\s*x(\d+)x32\.(F16|F32)\.\S+\s+R(\d+), (?:R(\d+), )?gdesc", rest)
+            assert shape, line
+            first, size = int(shape[3]), int(shape[1]) // (4 if shape[2] == "F16" else 2)
+            group.append(range(first, first + size))
+            if shape[4]:
+                group.append(range(int(shape[4]), int(shape[4]) + 4))
+            if "gsb0" in rest:
+                groups, group = [*groups, group], []
+        elif wait := re.search(r"gsb0, 0x(\d+)", rest):
+            groups = groups[len(groups) - min(int(wait[1]), len(groups)) :]
+        else:
+            named = {int(r) for r in re.findall(r"\bR(\d+)\b", rest)}
+            found += any(named & set(span) for spans in [*groups, group] for span in spans)
+    return found
+
+
 def compile_all() -> None:
     """Print a JSON object for each launch of the kernel; run as a program, since TRITON_INTERPRET must not be set."""
     import triton
@@ -71,6 +98,7 @@ def compile_all() -> None:
             "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
             "shared": compiled.metadata.shared,
             "serialised": "erializ" in log,
+            "touched_in_flight": touched_in_flight(listing),
             "loops": len(plain),
             "longest": max(map(len, plain)),
             "spills": max(sum(op.startswith(("LDL", "STL")) for op in loop) for loop in plain),
@@ -94,8 +122,15 @@ def test_a_program_fits_an_sm(compiled):
         assert case["shared"] <= H200.shared_memory, case
 
 
-def test_products_are_not_serialised(compiled):
-    assert [label for label, case in compiled.items() if case["serialised"]] == []
+def test_products_are_not_serialised_and_left_alone_in_flight(compiled):
+    assert [label for label, case in compiled.items() if case["serialised"] or case["touched_in_flight"]] == []
+
+
+def test_the_check_of_products_in_flight():
+    product = "/*0000*/ QGMMA.64x8x32.F32.E4M3.E4M3 R24, R4, gdesc[UR8], R24, gsb0 ;".replace("64x8", "64 x8")
+    reads, waits = "/*0010*/ FADD R1, R27, R2 ;", "/*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    assert touched_in_flight("\n".join([product, reads, waits])) == 1
+    assert touched_in_flight("\n".join([product, waits, reads])) == 0
 
 
 def test_loops_spill_nothing(compiled):
