@@ -331,3 +331,21 @@ def test_a_scale_that_no_float_holds_is_one_line(tmp_path):
     (tmp_path / "scales.json").write_text(f'{{"schema": 1, "layers": [{{"k": {{"scale": {10**400}}}}}]}}')
     with pytest.raises(InvalidInput, match="layer 0 must have a k scale"):
         load_scales(tmp_path / "scales.json")
+
+
+def test_scales_are_kept_where_the_checkpoint_is_not_written(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("--windows", 1, "--length", 32, "--no-layers", "--checkpoint", "out")
+    for stop, code, why in (
+        (OSError(28, "No space left on device"), 2, "out must be writable; came No space left on device"),
+        (KeyboardInterrupt(), 130, "scales.json has the scales, out was not written"),
+    ):
+
+        def link(*_: Any, stop: BaseException = stop) -> None:
+            raise stop
+
+        monkeypatch.setattr("octavo.quality.scaled_checkpoint._link", link)
+        Path("scales.json").unlink(missing_ok=True)
+        found, out, err = run(model_folder, *small)
+        assert found == code and out == "" and why in err and "no scales" not in err
+        assert load_scales("scales.json") and [path.name for path in tmp_path.iterdir()] == ["scales.json"]

@@ -80,9 +80,9 @@ def test_a_narrow_terminal_loses_no_figure(width):
         table.add_column(header)
     table.add_row("fp8_e4m3", "12345.678", Text("0.25 %"))
     table.add_row("16-bit", "12345.431", "")
-    console = Console(file=io.StringIO(), width=width)
-    show_table(console, table)
-    shown = console.file.getvalue()
+    file = io.StringIO()
+    show_table(Console(file=file, width=width), table)
+    shown = file.getvalue()
     assert all(word in shown for word in ("figures", "fp8_e4m3", "12345.678", "0.25 %", "12345.431"))
     assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= width + 7
 

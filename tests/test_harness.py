@@ -43,7 +43,14 @@ def test_tokens_go_through_the_cache(sides, length):
 
 def test_metrics_have_their_errors():
     found = harness._metrics(
-        {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 1, "f1_stderr,strict": "N/A"}
+        {
+            "alias": "x",
+            "sample_len": 6,
+            "acc,none": 0.5,
+            "acc_stderr,none": 0.1,
+            "f1,strict": 1,
+            "f1_stderr,strict": "N/A",
+        }
         | {"nan,none": float("nan"), "em,none": 0.0, "em_stderr,none": float("nan")}
     )
     assert found == {"acc": {"value": 0.5, "stderr": 0.1}, "f1 (strict)": {"value": 1.0, "stderr": None}} | {

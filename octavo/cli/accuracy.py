@@ -79,7 +79,8 @@ def accuracy(
 ) -> None:
     """Perplexity, KL, top-1, pass keys found, error by layer and head of FP8 caches, with intervals.
 
-    Exit code 2 for what cannot be read or is unsupported, 130 if interrupted.
+    Exit code 2 for what cannot be read or is unsupported, 130 if interrupted; figures are written once all of them,
+    lm-eval's aside, are there.
     """
     progress = for_messages()
     base = QUICK if quick else Size()

@@ -20,8 +20,9 @@ def show(results: dict[str, Any], out: Path) -> None:
     model, text, env = results["model"], results["text"], results["environment"]
     name = env.get("gpu") if env.get("gpu") != "none" else env.get("cpu")
     console.print(Text(f"{model['name']}, {model['parameters'] / 1e6:.3g} M parameters, {model['dtype']}, on {name}"))
+    windows = "window" if text["windows"] == 1 else "windows"
     intervals = "95 % intervals" if text["windows"] > 1 else "no intervals of one window"
-    console.print(Text(f"{text['windows']} windows of {text['length']} tokens of {text['source']}; {intervals}"))
+    console.print(Text(f"{text['windows']} {windows} of {text['length']} tokens of {text['source']}; {intervals}"))
     show_table(console, _figures(results))
     if results["retrieval"]:
         show_table(console, _retrieval(results))

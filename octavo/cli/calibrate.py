@@ -79,21 +79,15 @@ def _run(
     from ..bench import report
     from ..quality import load
     from ..quality.accuracy import check_context, context_of
-    from ..quality.calibrate import GRANULARITIES, METHODS, Calibration, check_plain, sensitivity
+    from ..quality.calibrate import Calibration, check_plain, sensitivity
     from ..quality.calibrate import calibrate as measure
     from ..quality.scaled_checkpoint import write_checkpoint
     from ..quality.text import file_windows, library_windows
-    from ..spec import dtype_name, one_of
     from .target import target_device
 
     # All that can be refused without a model is refused first.
     load.require(PACKAGES, EXTRAS)
-    options["kv_dtype"] = dtype_name(options["kv_dtype"])
-    one_of("--kv-cache-dtype", options["kv_dtype"], ("fp8_e4m3", "fp8_e5m2"))
-    one_of("--method", options["method"], METHODS)
-    one_of("--scale-granularity", options["granularity"], GRANULARITIES)
-    if not 0 < options["percentile"] <= 100:
-        raise InvalidInput("--percentile must be in (0, 100]", options["percentile"])
+    _check_options(options)
     out, checkpoint = outs
     report.writable(out)
     on = target_device(device)
@@ -128,8 +122,25 @@ def _run(
             result.sensitivity = sensitivity(subject, part, found, options["kv_dtype"], advance)
     report.write(out, json.dumps(result.as_dict(), indent=1) + "\n")
     if checkpoint is not None and source is not None:
-        write_checkpoint(result, source, checkpoint)
+        try:
+            write_checkpoint(result, source, checkpoint)
+        except KeyboardInterrupt:
+            progress.print(f"octavo: interrupted; {out} has the scales, {checkpoint} was not written", soft_wrap=True)
+            raise typer.Exit(130) from None
     return result
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise InvalidInput for an option that is none; the format gets octavo's own name."""
+    from ..quality.calibrate import GRANULARITIES, METHODS
+    from ..spec import dtype_name, one_of
+
+    options["kv_dtype"] = dtype_name(options["kv_dtype"])
+    one_of("--kv-cache-dtype", options["kv_dtype"], ("fp8_e4m3", "fp8_e5m2"))
+    one_of("--method", options["method"], METHODS)
+    one_of("--scale-granularity", options["granularity"], GRANULARITIES)
+    if not 0 < options["percentile"] <= 100:
+        raise InvalidInput("--percentile must be in (0, 100]", options["percentile"])
 
 
 def _checkpoint_folder(loaded: LoadedModel, outs: tuple[Path, Path | None], options: dict[str, Any]) -> Path | None:
@@ -169,7 +180,8 @@ def _show(console: Any, found: Calibration, out: Path, checkpoint: Path | None) 
         table.add_row(str(layer["layer"]), *_cells(layer["k"]), *_cells(layer["v"]))
     show_table(console, table)
     text = found.text
-    console.print(Text(f"over {text['windows']} windows of {text['length']} tokens of {text['source']}"))
+    windows = "window" if text["windows"] == 1 else "windows"
+    console.print(Text(f"over {text['windows']} {windows} of {text['length']} tokens of {text['source']}"))
     if found.one_is_as_good:
         console.print(Text("Scale 1.0 is as good: it clips nothing, and no error is 5 % larger with it."))
     if found.sensitivity:

@@ -69,15 +69,15 @@ def known_tasks(tasks: Sequence[str], include: str | None = None) -> Any:
 def _metrics(found: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """lm-eval's "acc,none" and "acc_stderr,none" as one entry "acc"; filters other than none stay in the name.
 
-    What is not finite is left out, as the error of a single example is: JSON has no NaN.
+    What is no metric has no filter. What is not finite is left out, as a single example's error is: JSON has no NaN.
     """
     values: dict[str, dict[str, float | None]] = {}
     for key, value in found.items():
-        name, _, filter_name = key.partition(",")
-        if name.endswith("_stderr") or not _is_finite(value):
+        name, comma, filter_name = key.partition(",")
+        if not comma or name.endswith("_stderr") or not _is_finite(value):
             continue
         error = found.get(f"{name}_stderr,{filter_name}")
-        shown = name if filter_name in ("", "none") else f"{name} ({filter_name})"
+        shown = name if filter_name == "none" else f"{name} ({filter_name})"
         values[shown] = {"value": float(value), "stderr": float(error) if _is_finite(error) else None}
     return values
 

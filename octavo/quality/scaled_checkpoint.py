@@ -33,7 +33,15 @@ def write_checkpoint(found: Calibration, source: Path, out: Path) -> None:
     config, weight_map = _prepared(source, out, found.kv_dtype, found.granularity)
     scales = _tensors(found, weight_map)
     weight_map |= dict.fromkeys(scales, SCALES_FILE)
-    out = out.absolute()
+    try:
+        _write(config, weight_map, scales, source, out.absolute())
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        raise InvalidInput(f"{out} must be writable", error.strerror) from error
+
+
+def _write(
+    config: dict[str, Any], weight_map: dict[str, str], scales: dict[str, torch.Tensor], source: Path, out: Path
+) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         for path in source.iterdir():
