@@ -139,13 +139,19 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch):
         (["--context", "9" * 5000], "--context must be positive numbers"),
         (["--ops", ""], "there must be something to measure"),
         (["--models", "deepseek-v3.2"], "whose attention is not latent"),
-        (["--out", "."], "must be a file of records; came Is a directory"),
+        (["--out", "."], "must be a file of records; came a folder, a device or a pipe"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments, why):
     code, out, err = bench("--device", "cpu", *arguments)
     assert code == 2 and why in err and out == "" and err.startswith("octavo: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_device_is_no_file_of_records():
+    result = CliRunner().invoke(app, ["bench", "--out", "/dev/full", *SMALL])
+    assert result.exit_code == 2 and "/dev/full must be a file of records" in result.stderr
 
 
 def test_a_foreign_file_is_not_touched():

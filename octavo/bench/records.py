@@ -125,6 +125,8 @@ class RecordFile:
         """Cut what an interrupted write left: the beginning of a record without its end. A whole one gets its end."""
         if not self.path.exists():
             return
+        if not self.path.is_file():  # a device or a pipe has no end to read to
+            raise InvalidInput(f"{self.path} must be a file of records", "a folder, a device or a pipe")
         data = self.path.read_bytes()
         start = data.rfind(b"\n") + 1
         last = data[start:]

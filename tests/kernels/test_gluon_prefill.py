@@ -213,6 +213,22 @@ def test_the_list_holds_every_tile_once_heaviest_first(interpreter, monkeypatch,
     assert not schedule.counters[:counters].any()
 
 
+@pytest.mark.parametrize("starts", [[0, 1024, 0, 1024, 0, 1024], [1024, 0, 1024, 3, 1024, 0], [0, 900, 300, 1000]])
+def test_rows_that_descend_list_nothing_and_write_nothing_beyond(interpreter, monkeypatch, starts):
+    from octavo.kernels.gluon import prefill_plan as plan
+
+    spec, batch, room = AttentionSpec(32, 8, 128), len(starts) - 1, 10_000
+    monkeypatch.setattr(plan, "device_of", lambda _: H200)
+    ints = tuning.hopper_prefill_schedule_ints(spec, H200, batch, 1024)
+    memory = torch.full((room + ints + room,), -7, dtype=torch.int32)
+    lens = torch.full((batch,), 200, dtype=torch.int32)
+    table = torch.zeros(batch, 8, dtype=torch.int32)
+    query_starts = torch.tensor(starts, dtype=torch.int32)
+    plan.prefill_plan(spec, lens, table, query_starts, memory[room : room + ints], None, None)
+    assert memory[room : room + 3].tolist() == [0, 0, 0]
+    assert bool((memory[:room] == -7).all()) and bool((memory[room + ints :] == -7).all())
+
+
 @pytest.mark.parametrize("fields", [{}, {"precision": "exact"}, {"head_dim": 256}, {"query_dtype": "fp8"}])
 def test_the_workspace_grows_with_every_bound(fields):
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **fields})

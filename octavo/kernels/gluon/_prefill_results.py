@@ -113,10 +113,10 @@ def write_rows(out, lse, piece: gl.constexpr, count, ints, floats, output, WHICH
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, L)) + piece * c.piece
     row = first_row + rows // c.pack
-    at = row.to(gl.int64) * output.row + (head + rows % c.pack) * output.head
-    at = gl.expand_dims(at, 1) + gl.expand_dims(d * output.element, 0)
+    at = row.to(gl.int64) * output.row + (head + rows % c.pack).to(gl.int64) * output.head
+    at = gl.expand_dims(at, 1) + gl.expand_dims(d.to(gl.int64) * output.element, 0)
     gl.store(output.out + at, out, mask=gl.expand_dims(row < end_row, 1))
     if c.lse and piece == 0:
         row = first_row + r // c.pack
-        at = row.to(gl.int64) * output.lse_row + (head + r % c.pack) * output.lse_head
+        at = row.to(gl.int64) * output.lse_row + (head + r % c.pack).to(gl.int64) * output.lse_head
         gl.store(output.lse + at, lse * LN2, mask=row < end_row)

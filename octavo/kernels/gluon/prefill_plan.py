@@ -131,14 +131,17 @@ class Step(NamedTuple):
 
 @triton.jit
 def _sequence(index, there, batch, capacity, rows_bound, num_decodes, c: tl.constexpr):
-    """First row, number of rows and length of sequences `index`; no rows for those that decode or are not there."""
+    """First row, rows and length of sequences `index`, and whether they end before they begin.
+
+    No rows for those that decode or are not there.
+    """
     begin = tl.load(batch.query_starts + index, mask=there, other=0)
     end = tl.load(batch.query_starts + index + 1, mask=there, other=0)
     begin = tl.minimum(tl.maximum(begin, 0), rows_bound)
     rows = tl.minimum(tl.maximum(end, 0), rows_bound) - begin
     length = tl.minimum(tl.maximum(tl.load(batch.seq_lens + index, mask=there, other=0), 0), capacity)
     decodes = (index < num_decodes) | ((num_decodes < 0) & (rows <= c.max_rows))
-    return begin, tl.where(decodes, 0, rows), length
+    return begin, tl.where(decodes, 0, rows), length, rows < 0
 
 
 @triton.jit
@@ -182,10 +185,10 @@ def plan_kernel(
     b = tl.zeros([TILES], tl.int32) - 1
     for base in range(0, size, SEQUENCES):
         there = base + j < size
-        begin, _, _ = _sequence(base + j, there, batch, capacity, rows_bound, num_decodes, c)
+        begin, _, _, _ = _sequence(base + j, there, batch, capacity, rows_bound, num_decodes, c)
         first = begin // c.tile_rows + base + j
         b += tl.sum((there[None, :] & (first[None, :] <= t[:, None])).to(tl.int32), 1)
-    begin, rows, length = _sequence(b, b >= 0, batch, capacity, rows_bound, num_decodes, c)
+    begin, rows, length, _ = _sequence(b, b >= 0, batch, capacity, rows_bound, num_decodes, c)
     tile = t - (begin // c.tile_rows + b)
     exists = (b >= 0) & (tile * c.tile_rows < rows)
     seen = length - rows + tile * c.tile_rows + 1
@@ -196,14 +199,19 @@ def plan_kernel(
         first_block = tl.minimum(tl.maximum(seen - c.window, 0) // c.block, end_block)
     rank = tl.zeros([TILES], tl.int32)
     tiles = size * 0
+    falls = size * 0
     for base in range(0, size, SEQUENCES):
         i = base + j
-        _, other_rows, other_length = _sequence(i, i < size, batch, capacity, rows_bound, num_decodes, c)
+        _, other_rows, other_length, descends = _sequence(i, i < size, batch, capacity, rows_bound, num_decodes, c)
+        falls += tl.sum(descends.to(tl.int32), 0)
         blocks = end_block[:, None] - (i[None, :] < b[:, None]).to(tl.int32)
         beyond = _tiles_beyond(blocks, other_rows[None, :], other_length[None, :], c)
         rank += tl.sum(tl.where(i[None, :] == b[:, None], 0, beyond), 1)
         tiles += tl.sum((other_rows + (c.tile_rows - 1)) // c.tile_rows, 0)
     rank += (rows + (c.tile_rows - 1)) // c.tile_rows - 1 - tile  # of a sequence, the last first
+    # Row numbers that descend are no batch: their tiles could be more than there is room for. None is listed then.
+    tiles = tl.where(falls > 0, 0, tiles)
+    exists = exists & (falls == 0)
     cut, pieces = _pieces(tiles, programs, c)
     whole = tiles - cut
     n = tl.where(rank >= whole, pieces, 1)
