@@ -51,10 +51,12 @@ def test_the_matrix_is_the_cross_product():
     assert len({case.name for case in cells}) == len(cells)
     parts = [case.name.split("/") for case in cells]
     assert {part[1].split(":")[0] for part in parts} == set(matrix.MODELS)
+    parts = [part for part in parts if ":indexer" not in part[1]]
     assert {part[2] for part in parts} == {"tp1", "tp8"} and {part[0] for part in parts} == set(matrix.OPS)
     decodes = [case for case in cells if case.op == "decode" and case.name.startswith("decode/qwen3-32b/")]
     assert len(decodes) == 2 * 2 * 3 * 3  # tp x KV dtype x concurrency x context
     assert {len(case.seq_lens) for case in decodes} == {16, 64, 512}
+    cells = [case for case in cells if isinstance(case, Case)]
     kinds = {case.name.split("/")[1]: case.spec.window for case in cells if "gpt-oss" in case.name}
     assert kinds == {"gpt-oss-120b:sliding_window": 128, "gpt-oss-120b:full": None}
     assert {case.spec.layout for case in cells if case.spec.fp8} == {"leaf"}
@@ -67,10 +69,24 @@ def test_cells_that_do_not_fit_are_left_out():
     assert max(c.work.bytes for c in fitting) <= 0.3 * 8e9
 
 
-def test_latent_attention_has_no_cells_and_unknown_ops_are_refused():
-    assert matrix.cases(matrix.Selection(models=("deepseek-v3.2",))) == []
+def test_latent_attention_has_cells_of_its_indexer_only_and_unknown_ops_are_refused():
+    found = matrix.cases(matrix.Selection(models=("deepseek-v3.2",), tps=(1, 8), ops=matrix.OPS))
+    assert all(":indexer/" in case.name and case.spec.num_heads == 64 for case in found)
+    assert {case.op for case in found} == {"paged_mqa_logits", "mqa_logits", "topk", "append"}
+    names = [case.name for case in found]
+    assert "paged_mqa_logits/deepseek-v3.2:indexer/b64/ctx8192" in names and len(set(names)) == len(names)
+    assert "paged_mqa_logits/deepseek-v3.2:indexer/n4/b64/ctx8192" in names
     with pytest.raises(InvalidInput, match="decode, verify, prefill, append"):
         matrix.cases(matrix.Selection(ops=("decode", "sort")))
+
+
+def test_an_indexer_is_measured_where_there_is_no_gpu():
+    arguments = ("--device", "cpu", "--seconds", "0.001", "--models", "deepseek-v3.2", "--context", "64")
+    code, _, err = bench(*arguments, "--ops", "decode,prefill,append")
+    assert code == 0, err
+    found = {r.op: r for r in read_records([Path("r.jsonl")])}
+    assert set(found) == {"paged_mqa_logits", "mqa_logits", "append"} and all(r.us for r in found.values())
+    assert found["paged_mqa_logits"].rel_err < 1e-5 and found["append"].case.startswith("append/deepseek-v3.2:indexer/")
 
 
 def test_backends_are_those_that_may_and_peers_those_that_are_there(monkeypatch):
@@ -138,7 +154,6 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch):
         (["--tp", "\u00b2"], "--tp must be positive numbers"),
         (["--context", "9" * 5000], "--context must be positive numbers"),
         (["--ops", ""], "there must be something to measure"),
-        (["--models", "deepseek-v3.2"], "whose attention is not latent"),
         (["--out", "."], "must be a file of records; came a folder, a device or a pipe"),
     ],
 )

@@ -7,13 +7,11 @@ set i, and whose check is `lambda: inputs.errors(out)` for the logits or indices
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ..device import Device
-from ..errors import InvalidInput, Unsupported
 from ..indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
 from ..indexer_calls import IndexBytes, LogitsCall, PagedLogitsCall
 from ..indexer_choose import choose_operation
@@ -21,12 +19,12 @@ from ..reference import mqa_logits as reference
 from ..reference.index_append import decode_scale
 from ..reference.topk import topk_indices as reference_topk
 from .indexer_cases import IndexerCase
-from .measure import checked
+from .measure import cell, record_of
 from .peers import PEERS
 from .records import Record
 from .roofline import Ceilings
 from .sides import Side
-from .timing import sets_needed, time_calls
+from .timing import sets_needed
 
 _MAX_SETS = 16
 _BLOCK = 1 << 13  # pages after which contents repeat
@@ -211,13 +209,10 @@ def indexer_side(case: IndexerCase, backend: str, inputs: IndexerInputs) -> Side
     return Side(calls, outs[0], lambda: inputs.errors(outs[0]))
 
 
-def _peer(case: IndexerCase, name: str, inputs: IndexerInputs) -> Side:
-    try:
+def _side(case: IndexerCase, name: str, inputs: IndexerInputs) -> Side:
+    if name in PEERS:
         return PEERS[name].prepare(case, inputs)  # pyright: ignore[reportArgumentType]
-    except (Unsupported, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - another library refuses in its own ways
-        raise Unsupported(f"{name} cannot run {case.name}", [f"{type(error).__name__}: {error}"]) from error
+    return indexer_side(case, name, inputs)
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], object]:
@@ -237,38 +232,21 @@ def measure(
 ) -> Record:
     """A record of `case` on `backend` (octavo's or a peer's name, or "auto"): error and time, or why there is none."""
     device = torch.empty(0, device=device).device
-    fields: dict[str, Any] = {
-        "case": case.name,
-        "op": case.op,
-        "backend": backend,
-        "run": run,
-        "spec": asdict(case.spec),
-        "bytes": case.work.bytes,
-        "flops": case.work.flops,
-        "ceiling": {k: v for k, v in asdict(ceilings or Ceilings()).items() if v is not None},
-        "env": env or {},
-    }
-    try:
-        if backend == "auto":
-            operation = OPERATION.get(case.op, case.op)
-            fields["backend"] = choose_operation(case.spec, Device.of(device), operation).backend
-        inputs = inputs or IndexerInputs(case, device)
-        side = _peer(case, backend, inputs) if backend in PEERS else indexer_side(case, backend, inputs)
-        fields["spec"] |= side.as_run
-        rel, _ = checked(side)
-    except (Unsupported, InvalidInput, torch.cuda.OutOfMemoryError) as error:
-        return Record(**fields, error=f"{type(error).__name__}: {error}")
-    if rel is not None and not rel < WRONG:
-        return Record(**fields, rel_err=rel, error=f"wrong: relative error {rel:.3g}")
-    timing = time_calls(side.calls, device, seconds=seconds)
-    return Record(
-        **fields,
-        rel_err=rel,
-        timing=timing.method,
-        us=round(timing.us, 3),
-        us_p20=round(timing.us_p20, 3),
-        us_p80=round(timing.us_p80, 3),
+    name = backend_name(case, backend, device)
+    return record_of(
+        cell(case, name, run, ceilings, env),
+        lambda: _side(case, backend, inputs or IndexerInputs(case, device)),
+        device,
+        seconds,
+        WRONG,
     )
+
+
+def backend_name(case: IndexerCase, backend: str, device: torch.device) -> str:
+    """What a record of `backend` is called: itself, or for "auto" what octavo chooses for the case."""
+    if backend != "auto":
+        return backend
+    return choose_operation(case.spec, Device.of(device), OPERATION.get(case.op, case.op)).backend
 
 
 def compare(

@@ -1,21 +1,31 @@
-"""The matrix: models x ranks x concurrency x context x KV dtype, one case a cell, and who is measured on each."""
+"""The matrix: models x ranks x concurrency x context x KV dtype, one case a cell, and who is measured on each.
+
+A model with sparse attention has cells of its indexer: logits, top-k and append, the same on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ..backends import BACKENDS
 from ..choose import verdicts
 from ..configs import load_config
 from ..device import Device
 from ..errors import InvalidInput
+from ..indexer_choose import choose_operation
 from ..models import LayerKind, model_kinds
-from ..spec import AttentionSpec
+from ..spec import AttentionSpec, IndexerSpec
+from . import indexer_cases, indexer_measure, measure
 from .cases import Case
+from .indexer_cases import IndexerCase
 from .peers import PEERS
+from .records import Record
 
-MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b")
+MODELS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b", "gpt-oss-120b", "gemma-3-27b", "deepseek-v3.2")
 OPS = ("decode", "verify", "prefill", "append")
 PREFILL_TOKENS = 8192  # new tokens of a prefill step: of one long prompt, or of several short ones
 VERIFY_ROWS = 4
@@ -47,7 +57,9 @@ TINY = Selection(concurrencies=(2,), contexts=(256,), prompts=(128,))
 TINY_TOKENS = 128
 
 
-def cases(selection: Selection, memory_bytes: float | None = None, prefill_tokens: int = PREFILL_TOKENS) -> list[Case]:
+def cases(
+    selection: Selection, memory_bytes: float | None = None, prefill_tokens: int = PREFILL_TOKENS
+) -> list[Case | IndexerCase]:
     """Every cell, in order of model; those whose keys and values exceed LARGEST_SHARE of `memory_bytes` are left out.
 
     Layers of latent attention are left out too: no kernel takes them. Raises InvalidInput for an unknown model or op.
@@ -55,7 +67,7 @@ def cases(selection: Selection, memory_bytes: float | None = None, prefill_token
     unknown = [op for op in selection.ops if op not in OPS]
     if unknown:
         raise InvalidInput(f"ops must be of {', '.join(OPS)}", ", ".join(unknown))
-    made = []
+    made: list[Case | IndexerCase] = []
     for model in selection.models:
         for tp in selection.tps:
             for kv_dtype in selection.kv_dtypes:
@@ -65,9 +77,11 @@ def cases(selection: Selection, memory_bytes: float | None = None, prefill_token
                     if not kind.spec.mla:
                         prefix = _prefix(model, kind, len(shape.kinds) > 1, tp)
                         made += _of_kind(kind.spec, prefix, selection, prefill_tokens)
+                if shape.indexer is not None:
+                    made += _of_indexer(shape.indexer, _short(model), selection, prefill_tokens)
     if memory_bytes is not None:
         made = [case for case in made if case.work.bytes <= LARGEST_SHARE * memory_bytes]
-    by_name: dict[str, Case] = {}
+    by_name: dict[str, Case | IndexerCase] = {}
     for case in made:
         if by_name.setdefault(case.name, case) != case:
             raise InvalidInput("models must differ in their names, which records are told apart by", case.name)
@@ -76,8 +90,37 @@ def cases(selection: Selection, memory_bytes: float | None = None, prefill_token
 
 def _prefix(model: str, kind: LayerKind, several: bool, tp: int) -> str:
     """ "gpt-oss-120b:sliding_window/tp1"."""
-    name = model.rstrip("/").rsplit("/", 1)[-1]
-    return f"{name}{':' + kind.name if several else ''}/tp{tp}"
+    return f"{_short(model)}{':' + kind.name if several else ''}/tp{tp}"
+
+
+def _short(model: str) -> str:
+    """A model's name in records: without the folders it lies in."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _of_indexer(spec: IndexerSpec, model: str, selection: Selection, prefill_tokens: int) -> Iterator[IndexerCase]:
+    """Cells of an indexer: paged logits and top-k of a decode step, logits of a run of keys, append."""
+    name = f"{model}:indexer"
+    for op in selection.ops:
+        if op in ("decode", "verify"):
+            n = VERIFY_ROWS if op == "verify" else 1
+            rows = f"/n{n}" if n > 1 else ""
+            for batch in selection.concurrencies:
+                for context in selection.contexts:
+                    paged = indexer_cases.paged(batch, context, n, spec)
+                    yield replace(paged, name=f"{paged.op}/{name}{rows}/b{batch}/ctx{context}")
+                    if n == 1 and context > spec.top_k:
+                        chosen = indexer_cases.topk(batch, context, spec)
+                        yield replace(chosen, name=f"topk/{name}/b{batch}/ctx{context}")
+        elif op == "prefill":
+            for prompt in selection.prompts:
+                rows = min(prompt, prefill_tokens)
+                yield replace(
+                    indexer_cases.ragged(rows, prompt, True, spec), name=f"mqa_logits/{name}/q{rows}/ctx{prompt}"
+                )
+        else:
+            for tokens in (prefill_tokens, *selection.concurrencies):
+                yield replace(indexer_cases.append(tokens, spec), name=f"append/{name}/t{tokens}")
 
 
 def _of_kind(spec: AttentionSpec, prefix: str, selection: Selection, prefill_tokens: int) -> Iterator[Case]:
@@ -103,7 +146,7 @@ def _of_kind(spec: AttentionSpec, prefix: str, selection: Selection, prefill_tok
                 yield Case(f"append/{prefix}/b{batch}/t{tokens}", op, spec, (tokens,) * batch, (tokens,) * batch)
 
 
-def backends_of(case: Case, device: Device, peers: bool) -> list[str]:
+def backends_of(case: Case | IndexerCase, device: Device, peers: bool) -> list[str]:
     """Who is measured: octavo's backends that may (the reference only where nothing else may), then the peers that
     have the op, which all need a GPU.
 
@@ -111,10 +154,29 @@ def backends_of(case: Case, device: Device, peers: bool) -> list[str]:
     """
     if case.op == "append":
         return ["auto"]
-    phase = "prefill" if case.op == "prefill" else "decode"
-    able = [name for name, verdict in verdicts(case.spec, device, phase).items() if verdict.word != "cannot"]
+    if isinstance(case, IndexerCase):
+        judged = choose_operation(case.spec, device, case.op).verdicts
+    else:
+        judged = verdicts(case.spec, device, "prefill" if case.op == "prefill" else "decode")
+    able = [name for name, verdict in judged.items() if verdict.word != "cannot"]
     if device.arch == "cpu":
         return able
     able = [name for name in able if name != BACKENDS[-1].name] or able
     others = [peer.name for peer in PEERS.values() if case.op in peer.ops and peer.installed] if peers else []
     return able + others
+
+
+def backend_name(case: Case | IndexerCase, backend: str, device: torch.device) -> str:
+    """What a record of `backend` is called: itself, or for "auto" what octavo chooses for the case."""
+    if isinstance(case, Case):
+        return measure.backend_name(case, backend, device)
+    return indexer_measure.backend_name(case, backend, device)
+
+
+def compare(
+    case: Case | IndexerCase, backends: Sequence[str], device: torch.device | str, **arguments: Any
+) -> Iterator[Record]:
+    """A record of `case` for each of `backends` over the same inputs; see measure.compare."""
+    if isinstance(case, Case):
+        return measure.compare(case, backends, device, **arguments)
+    return indexer_measure.compare(case, backends, device, **arguments)

@@ -5,7 +5,7 @@ Every cell is a record, a refusal or a wrong result too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,10 +43,18 @@ def measure(
     What octavo's own code raises beside a refusal makes a failed cell; it is raised only where the device is lost too.
     """
     device = torch.empty(0, device=device).device
-    fields: dict[str, Any] = {
+    fields = cell(case, backend_name(case, backend, device), run, ceilings, env)
+    return record_of(
+        fields, lambda: _side(case, backend, inputs or AttentionInputs(case, device)), device, seconds, WRONG
+    )
+
+
+def cell(case: Any, backend: str, run: str, ceilings: Ceilings | None, env: dict[str, str] | None) -> dict[str, Any]:
+    """Fields of a record that are known before anything runs; `case` is a Case or an IndexerCase."""
+    return {
         "case": case.name,
         "op": case.op,
-        "backend": backend_name(case, backend, device),
+        "backend": backend,
         "run": run,
         "spec": asdict(case.spec),
         "bytes": case.work.bytes,
@@ -54,13 +62,23 @@ def measure(
         "ceiling": {k: v for k, v in asdict(ceilings or Ceilings()).items() if v is not None},
         "env": env or {},
     }
+
+
+def record_of(
+    fields: dict[str, Any], make: Callable[[], Side], device: torch.device, seconds: float, wrong: float
+) -> Record:
+    """The record with `fields` of the side that `make` makes: its time once it is right; else why there is none.
+
+    wrong: a relative error from which on a result is not timed.
+    """
     # Another library refuses in its own ways, and at any point.
-    refusals = (Exception,) if backend in PEERS else (Unsupported, InvalidInput, torch.cuda.OutOfMemoryError)
+    peer = fields["backend"] in PEERS
+    refusals = (Exception,) if peer else (Unsupported, InvalidInput, torch.cuda.OutOfMemoryError)
     try:
-        side = _side(case, backend, inputs or AttentionInputs(case, device))
+        side = make()
         fields["spec"] |= side.as_run
         rel, rel_bf16 = checked(side)
-        if rel is not None and not rel < WRONG:
+        if rel is not None and not rel < wrong:
             return Record(**fields, rel_err=rel, rel_err_bf16=rel_bf16, error=f"wrong: relative error {rel:.3g}")
         timing = time_calls(side.calls, device, seconds=seconds)
     except refusals as error:

@@ -15,6 +15,7 @@ from .progress import bar, for_messages, is_number
 
 if TYPE_CHECKING:
     from ..bench.cases import Case
+    from ..bench.indexer_cases import IndexerCase
     from ..bench.records import Record
 
 
@@ -123,7 +124,7 @@ class _Run:
 
     def records(self) -> Iterator[Record]:
         """New records, each written before it is yielded."""
-        from ..bench.measure import compare
+        from ..bench.matrix import compare
         from ..bench.records import environment
         from ..bench.roofline import measure_ceilings
 
@@ -150,8 +151,8 @@ class _Run:
                     yield record
                 _free(self.device)
 
-    def _missing(self, case: Case, backends: list[str]) -> list[str]:
-        from ..bench.measure import backend_name
+    def _missing(self, case: Case | IndexerCase, backends: list[str]) -> list[str]:
+        from ..bench.matrix import backend_name
 
         return [b for b in backends if (case.name, backend_name(case, b, self.device)) not in self.there]
 
