@@ -12,6 +12,7 @@ pytest.importorskip("rich", reason="rich is an extra")
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.bench import matrix, measure, records  # noqa: E402
+from octavo.bench.cases import Case  # noqa: E402
 from octavo.bench.peers import PEERS, Peer  # noqa: E402
 from octavo.bench.records import read_records  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
