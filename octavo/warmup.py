@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from .cache import PagedCache
 from .choose import Choice
 from .errors import InvalidInput
 from .formats import TORCH_DTYPES
-from .spec import AttentionSpec, positive
+from .indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
+from .spec import AttentionSpec, IndexerSpec, positive
 
 Call = Callable[[], object]
 
@@ -83,23 +85,72 @@ def warm(
 
     `advance` is told of every call. Raises whatever a kernel that does not compile or launch raises.
     """
+    made = calls(choice, torch.device(device), max_batch, max_query_tokens, max_context)
+    return run_all(made, torch.device(device), advance)
+
+
+def check_bounds(rows: int, max_batch: int, max_query_tokens: int, max_context: int) -> None:
+    """Raise InvalidInput for bounds that are not positive or do not hold `rows` query rows of one sequence."""
     for name, value in (("max_batch", max_batch), ("max_query_tokens", max_query_tokens), ("max_context", max_context)):
         positive(name, value)
-    if max_query_tokens < choice.spec.max_query_len:
-        needed = f"max_query_tokens must hold one sequence's {choice.spec.max_query_len} rows of a decode step"
+    if max_query_tokens < rows:
+        needed = f"max_query_tokens must hold one sequence's {rows} rows of a decode step"
         raise InvalidInput(needed, max_query_tokens)
+
+
+def run_all(made: list[Call], device: torch.device, advance: Callable[[], None] = lambda: None) -> Warmed:
+    """Make the calls, one after the other, and tell what was compiled for them."""
     with watched() as found:
-        for call in calls(choice, torch.device(device), max_batch, max_query_tokens, max_context):
+        for call in made:
             call()
             found.calls += 1
             advance()
-        if torch.device(device).type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
     return found
 
 
+def indexer_calls(
+    spec: IndexerSpec, device: torch.device, max_batch: int, max_query_tokens: int, max_context: int
+) -> list[Call]:
+    """What serving runs of an indexer: append, paged logits and top-k of a step, logits of a run of keys."""
+    check_bounds(spec.max_query_len, max_batch, max_query_tokens, max_context)
+    cache = IndexerCache.allocate(1, spec.head_dim, spec.page_size, spec.scale_format, device)
+    heads, dim, n = spec.num_heads, spec.head_dim, spec.max_query_len
+    width = -(-max_context // spec.page_size)
+    keys = min(max_context, 4096)
+    out_dtype = TORCH_DTYPES[spec.out_dtype]
+
+    def query(*rows: int) -> torch.Tensor:
+        return torch.zeros(*rows, heads, dim, device=device).to(torch.float8_e4m3fn)
+
+    def append(tokens: int) -> None:
+        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        cache.append(torch.zeros(tokens, dim, dtype=torch.bfloat16, device=device), slots)
+
+    def decode(batch: int) -> None:
+        lens = torch.ones(batch, dtype=torch.int32, device=device)
+        table = torch.zeros(batch, width, dtype=torch.int32, device=device)
+        out = torch.empty(batch * n, max_context, dtype=out_dtype, device=device)
+        weights = torch.zeros(batch * n, heads, device=device)
+        for fill in (None, float("-inf")):
+            paged_mqa_logits(query(batch, n), cache, weights, lens, table, max_context, out=out, fill=fill)
+        topk_indices(out, lens.repeat_interleave(n), spec.top_k)
+
+    def prefill(rows: int) -> None:
+        starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        k, scale = query(keys)[:, 0].contiguous(), torch.ones(keys, device=device)
+        logits = mqa_logits(query(rows), k, scale, torch.zeros(rows, heads, device=device), starts, starts + 1)
+        topk_indices(logits, starts + 1, spec.top_k)
+
+    made: list[Call] = [partial(append, tokens) for tokens in sizes(max_query_tokens)]
+    made += [partial(decode, batch) for batch in sizes(max_batch) if batch * n <= max_query_tokens]
+    return made + [partial(prefill, rows) for rows in sizes(max_query_tokens)]
+
+
 def calls(choice: Choice, device: torch.device, max_batch: int, max_query_tokens: int, max_context: int) -> list[Call]:
     """The calls of `warm`: over one page that every sequence shares, with as many rows as a step has."""
+    check_bounds(choice.spec.max_query_len, max_batch, max_query_tokens, max_context)
     spec = choice.spec
     rows = spec.max_query_len
     batches = [b for b in sizes(max_batch) if b * rows <= max_query_tokens]

@@ -232,7 +232,7 @@ def test_output_that_nobody_opened_is_no_fault():
         (("accuracy", "--out", "{out}"), "octavo.quality.load.load_default"),
         (("calibrate", "--out", "{out}"), "octavo.quality.load.load_default"),
         (("demo", "--out", "{out}"), "octavo.quality.load.load_default"),
-        (("warmup", "llama-3.1-8b", "--device", "cpu"), "octavo.warmup.warm"),
+        (("warmup", "llama-3.1-8b", "--device", "cpu"), "octavo.warmup.run_all"),
         (("check", "--quick", "--device", "cpu"), "octavo.testing.support.Check.run"),
     ],
 )

@@ -91,6 +91,17 @@ def test_the_command_warms_every_kind_of_layer():
     assert code == 0 and "reference: 0 kernels compiled" in out and "Warming full" in err
 
 
+def test_an_indexer_is_warmed_too():
+    code, out, err = warmup("deepseek-v3.2", "--tp", "8", "--json")
+    assert code == 0, err
+    latent, indexer = json.loads(out)["kinds"]
+    # append of 1, 2, 3 and 4 tokens, steps of 1 and 2 sequences, runs of 1 to 4 rows
+    assert indexer["kind"] == "indexer" and indexer["calls"] == 4 + 2 + 4 and indexer["backends"] == ["reference"]
+    assert latent["calls"] > 0
+    code, out, _ = warmup("deepseek-v3.2", "--tp", "8")
+    assert "indexer, reference: 0 kernels compiled" in out
+
+
 def test_a_refused_plan_is_exit_code_2_with_its_reasons():
     code, out, err = warmup("llama-3.1-8b", "--backend", "gluon", "--kv-cache-dtype", "fp8")
     assert code == 2 and "needs Hopper (sm_90)" in err and out == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +34,9 @@ def warmup(
     """
     from ..configs import load_config
     from ..device import Device
+    from ..indexer_choose import choose_indexer
     from ..models import model_kinds
-    from ..warmup import calls, warm
+    from ..warmup import calls, indexer_calls
     from .target import target_device
 
     progress = for_messages()
@@ -48,36 +50,51 @@ def warmup(
         if isinstance(planned.outcome, Unsupported):
             raise planned.outcome
         name = f"{kind.name} (layers {layer_ranges(kind.layers)})"
-        try:
-            with bar(progress, f"Warming {name}", len(calls(planned.outcome, on, *bounds.values()))) as advance:
-                found = warm(planned.outcome, on, advance=advance, **bounds)
-        except KeyboardInterrupt:
-            progress.print("octavo: interrupted; what was compiled is kept")
-            raise typer.Exit(130) from None
-        except OctavoError:
-            raise
-        except Exception as error:  # whatever a compiler or a launch raises is, to the user, a plan that cannot run
-            first = (str(error).splitlines() or [""])[0]
-            typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first}", err=True)
-            for note in getattr(error, "__notes__", ()):
-                typer.echo(note, err=True)
-            raise typer.Exit(1) from error
-        backends = sorted({planned.outcome.prefill.backend, planned.outcome.decode.backend})
-        results.append(
-            {
-                "kind": kind.name,
-                "layers": list(kind.layers),
-                "backends": backends,
-                "compiled": len(found.compiled),
-                "cached": len(found.cached),
-                "calls": found.calls,
-                "seconds": round(found.seconds, 2),
-            }
-        )
+        made = calls(planned.outcome, on, *bounds.values())
+        backends = {planned.outcome.prefill.backend, planned.outcome.decode.backend}
+        results.append({"kind": kind.name, "layers": list(kind.layers), **_warmed(name, backends, made, on, progress)})
         if not as_json:
-            typer.echo(
-                f"{name}, {' and '.join(backends)}: {len(found.compiled)} kernels compiled, {len(found.cached)} were "
-                f"in Triton's cache, {found.calls} calls in {found.seconds:.1f} s"
-            )
+            typer.echo(_line(name, results[-1]))
+    if shape.indexer is not None:
+        spec = replace(shape.indexer, max_query_len=query_len, page_size=page_size)
+        made = indexer_calls(spec, on, *bounds.values())
+        backends = {choice.backend for choice in choose_indexer(spec, Device.of(on)).operations.values()}
+        results.append({"kind": "indexer", "layers": [], **_warmed("indexer", backends, made, on, progress)})
+        if not as_json:
+            typer.echo(_line("indexer", results[-1]))
     if as_json:
         typer.echo(json.dumps({"model": shape.name, "kinds": results}, indent=2))
+
+
+def _warmed(name: str, backends: set[str], made: list[Any], device: Any, progress: Any) -> dict[str, Any]:
+    """Make the calls; what was compiled. Leaves with 1 where one does not run, with 130 where it is interrupted."""
+    from ..warmup import run_all
+
+    try:
+        with bar(progress, f"Warming {name}", len(made)) as advance:
+            found = run_all(made, device, advance)
+    except KeyboardInterrupt:
+        progress.print("octavo: interrupted; what was compiled is kept")
+        raise typer.Exit(130) from None
+    except OctavoError:
+        raise
+    except Exception as error:  # whatever a compiler or a launch raises is, to the user, a plan that cannot run
+        first = (str(error).splitlines() or [""])[0]
+        typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first}", err=True)
+        for note in getattr(error, "__notes__", ()):
+            typer.echo(note, err=True)
+        raise typer.Exit(1) from error
+    return {
+        "backends": sorted(backends),
+        "compiled": len(found.compiled),
+        "cached": len(found.cached),
+        "calls": found.calls,
+        "seconds": round(found.seconds, 2),
+    }
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    return (
+        f"{name}, {' and '.join(found['backends'])}: {found['compiled']} kernels compiled, {found['cached']} were in "
+        f"Triton's cache, {found['calls']} calls in {found['seconds']:.1f} s"
+    )
