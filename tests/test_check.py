@@ -20,7 +20,7 @@ from typer.testing import CliRunner  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.cli.progress import for_tables, show_table  # noqa: E402
 from octavo.reference import decode as reference_decode  # noqa: E402
-from octavo.testing import support  # noqa: E402
+from octavo.testing import indexer_support, support  # noqa: E402
 from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
 
 
@@ -46,7 +46,7 @@ def test_a_cpu_passes_on_the_reference_and_refuses_the_others_in_words():
     found = outcomes()
     words = {name: {o["word"] for o in found if o["backend"] == name} for name in support.backend_names()}
     assert words == {"gluon": {"refused"}, "triton": {"refused"}, "reference": {"passed"}, "chosen": {"passed"}}
-    assert {o["op"] for o in found} == {*support.OPS.values(), "append"}
+    assert {o["op"] for o in found} == {*support.OPS.values(), "append", *indexer_support.OPERATIONS}
     assert all(any("needs Hopper (sm_90); found" in d for d in o["details"]) for o in found if o["backend"] == "gluon")
 
 
@@ -54,7 +54,7 @@ def test_the_table_is_for_people():
     code, out, err = check()
     assert code == 0 and "Checking" in err
     assert "gluon refuses what is not:" in out and "x Hopper (sm_90)" in out
-    assert out.rstrip().splitlines()[-1].startswith("36 passed, 28 refused, 0 failed in ")
+    assert out.rstrip().splitlines()[-1].startswith("44 passed, 36 refused, 0 failed in ")
 
 
 def test_one_backend_alone():
@@ -131,8 +131,8 @@ def test_an_interrupted_check_tells_what_was_run(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(support, "_append_faults", stop)
     code, out, err = check()
-    assert code == 130 and "36 passed" not in out and "28 passed, 28 refused, 0 failed" in out
-    assert "interrupted after 56 of 64 cells" in err
+    assert code == 130 and "44 passed" not in out and "28 passed, 28 refused, 0 failed" in out
+    assert "interrupted after 56 of 80 cells" in err
 
 
 def test_a_byte_that_append_writes_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch):
@@ -159,3 +159,32 @@ def test_the_grids_hold_every_value_of_every_axis():
         assert {(c.spec.head_dim, c.spec.value_dim) for c in cells} == set(of["dims"])
         assert {c.spec.group_size for c in cells} == set(of["ratio"])
         assert {c.rows for c in cells} == set(of["rows"])
+
+
+@pytest.mark.parametrize("operation", indexer_support.OPERATIONS)
+def test_a_wrong_indexer_is_seen(operation, monkeypatch):
+    cpu = torch.device("cpu")
+    for spec in indexer_support.SPECS:
+        assert indexer_support._faults(operation, spec)("reference", cpu) == []
+    if operation == "index_append":
+        stock = indexer_support.IndexerCache.append
+        calls: list[int] = []
+
+        def append(self, k, slots, **named):
+            calls.append(1)
+            stock(self, k * (1 + len(calls) % 2), slots, **named)
+
+        monkeypatch.setattr(indexer_support.IndexerCache, "append", append)
+    else:
+        name = "topk_indices" if operation == "topk" else operation
+        stock_call = getattr(indexer_support, name)
+        turn: list[int] = []
+
+        def off(*arguments, **named):
+            turn.append(1)
+            found = stock_call(*arguments, **named)
+            return found.roll(1, 0) if len(turn) == 1 else found
+
+        monkeypatch.setattr(indexer_support, name, off)
+    (fault,) = indexer_support._faults(operation, indexer_support.SPECS[1])("reference", cpu)
+    assert fault.startswith(f"{operation}: ")

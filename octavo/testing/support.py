@@ -18,6 +18,7 @@ from ..choose import choose
 from ..errors import Unsupported
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec
+from . import indexer_support
 from .grid import HOPPER_AXES, Cell, faults, grid
 from .inputs import make_batch
 
@@ -32,7 +33,7 @@ class Outcome:
     """What became of one cell on one backend.
 
     Attributes:
-        op: decode, verify, prefill, mixed or append. cell: the spec and batch in words.
+        op: decode, verify, prefill, mixed, append or an operation of the indexer. cell: the spec and batch in words.
         backend: its name, or "chosen". word: passed, refused or failed.
         details: reasons of a refusal, faults of a failure.
     """
@@ -63,9 +64,7 @@ class Check:
             found = self.of()
         except Unsupported as refusal:
             return Outcome(self.op, self.cell, self.backend, "refused", tuple(refusal.reasons))
-        except (
-            Exception
-        ) as error:  # a kernel that does not compile or launch is a failed cell, not the end of the table
+        except Exception as error:  # a kernel that does not compile or launch is a failed cell, not the table's end
             return Outcome(self.op, self.cell, self.backend, "failed", (f"{type(error).__name__}: {_first(error)}",))
         return Outcome(self.op, self.cell, self.backend, "failed" if found else "passed", tuple(found))
 
@@ -84,10 +83,15 @@ def checks(device: torch.device, quick: bool = False, backend: str | None = None
         for cell in cells
         for name in backend_names(backend)
     ]
-    return made + [
+    made += [
         Check("append", label, CHOSEN, lambda spec=spec: _append_faults(spec, device))
         for label, spec in _append_specs(quick)
         if backend is None
+    ]
+    return made + [
+        Check(op, label, name, lambda of=of, name=name: of(None if name == CHOSEN else name, device))
+        for op, label, of in indexer_support.cells(quick)
+        for name in backend_names(backend)
     ]
 
 
@@ -97,7 +101,7 @@ def summary(outcomes: list[Outcome]) -> dict[tuple[str, str], dict[str, int]]:
     for outcome in outcomes:
         row = table.setdefault((outcome.op, outcome.backend), dict.fromkeys(WORDS, 0))
         row[outcome.word] += 1
-    backends, ops = backend_names(), [*dict.fromkeys(OPS.values()), "append"]
+    backends, ops = backend_names(), [*dict.fromkeys(OPS.values()), "append", *indexer_support.OPERATIONS]
     return dict(sorted(table.items(), key=lambda row: (ops.index(row[0][0]), backends.index(row[0][1]))))
 
 
