@@ -13,16 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from datetime import datetime, timezone
 
 import torch
 
 from octavo import AttentionSpec
 from octavo.bench import cases
-from octavo.bench.measure import compare
+from octavo.bench.measure import compare, of_run
 from octavo.bench.peers import PEERS
-from octavo.bench.records import Record, RecordFile, environment
-from octavo.bench.roofline import measure_ceilings
+from octavo.bench.records import Record, RecordFile
 
 BATCHES, CONTEXTS = (1, 16, 64, 128, 256), (1024, 4096, 8192, 32768, 131072)
 SMALL, LARGE = 600e6, 2e9  # bytes of a cell: the two groups whose means are told
@@ -98,12 +96,7 @@ def main() -> None:
     parser.add_argument("--append", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     backends = ["auto", *(name for name in arguments.peers.split(",") if name)]
-    shared = {
-        "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
-        "ceilings": measure_ceilings(arguments.device),
-        "env": environment(arguments.device),
-        "seconds": arguments.seconds,
-    }
+    shared = of_run(arguments.device, arguments.seconds)
     print(f"ceilings: {shared['ceilings']}", flush=True)
     cells = []
     with RecordFile(arguments.out) as file:

@@ -9,14 +9,13 @@ libraries.
 from __future__ import annotations
 
 import argparse
-from datetime import datetime, timezone
 
 import torch
 
 from octavo.bench.indexer_cases import hopper_grid
 from octavo.bench.indexer_measure import IndexerInputs, measure
-from octavo.bench.records import Record, RecordFile, environment
-from octavo.bench.roofline import measure_ceilings
+from octavo.bench.measure import of_run
+from octavo.bench.records import Record, RecordFile
 
 
 def line(record: Record, read_tbs: float | None) -> str:
@@ -40,25 +39,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=0.03)
     arguments = parser.parse_args()
-    ceilings = measure_ceilings(arguments.device)
-    run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    env = environment(arguments.device)
+    shared = of_run(arguments.device, arguments.seconds)
+    ceilings = shared["ceilings"]
     print(f"ceilings: {ceilings}", flush=True)
     with RecordFile(arguments.out) as file:
         for case in hopper_grid():
             if case.op not in arguments.ops.split(","):
                 continue
             inputs = IndexerInputs(case, arguments.device)
-            record = measure(
-                case,
-                arguments.backend,
-                arguments.device,
-                run=run,
-                ceilings=ceilings,
-                env=env,
-                seconds=arguments.seconds,
-                inputs=inputs,
-            )
+            record = measure(case, arguments.backend, arguments.device, inputs=inputs, **shared)
             file.write(record)
             print(line(record, ceilings.read_tbs), flush=True)
             del inputs

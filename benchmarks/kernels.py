@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import torch
 
 from octavo import AttentionSpec
 from octavo.bench import cases
-from octavo.bench.measure import measure
-from octavo.bench.records import Record, RecordFile, environment
-from octavo.bench.roofline import measure_ceilings
+from octavo.bench.measure import measure, of_run
+from octavo.bench.records import Record, RecordFile
 
 LLAMA = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 WIDE = replace(LLAMA, num_q_heads=64)
@@ -80,23 +78,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=0.15)
     arguments = parser.parse_args()
-    ceilings = measure_ceilings(arguments.device)
-    env = environment(arguments.device)
-    run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    shared = of_run(arguments.device, arguments.seconds)
     grids = {"decode": decode_cases, "prefill": prefill_cases, "append": append_cases}
-    print(f"ceilings: {ceilings}", flush=True)
+    print(f"ceilings: {shared['ceilings']}", flush=True)
     with RecordFile(arguments.out) as file:
         for op in arguments.ops.split(","):
             for case in grids[op]():
-                record = measure(
-                    case,
-                    arguments.backend,
-                    arguments.device,
-                    run=run,
-                    ceilings=ceilings,
-                    env=env,
-                    seconds=arguments.seconds,
-                )
+                record = measure(case, arguments.backend, arguments.device, **shared)
                 file.write(record)
                 print(line(record), flush=True)
                 torch.cuda.empty_cache()

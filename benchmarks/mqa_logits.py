@@ -13,14 +13,13 @@ import argparse
 import math
 import time
 from collections import defaultdict
-from datetime import datetime, timezone
 
 import torch
 
 from octavo.bench.indexer_cases import IndexerCase, hopper_grid
 from octavo.bench.indexer_measure import IndexerInputs, measure
-from octavo.bench.records import Record, RecordFile, environment
-from octavo.bench.roofline import measure_ceilings
+from octavo.bench.measure import of_run
+from octavo.bench.records import Record, RecordFile
 
 LOGITS = ("paged_mqa_logits", "mqa_logits")
 
@@ -52,14 +51,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.02)
     parser.add_argument("--pause", type=float, default=0.1)
     arguments = parser.parse_args()
-    ceilings = measure_ceilings(arguments.device)
-    fixed = {
-        "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
-        "ceilings": ceilings,
-        "env": environment(arguments.device),
-        "seconds": arguments.seconds,
-    }
-    print(f"ceilings: {ceilings}", flush=True)
+    fixed = of_run(arguments.device, arguments.seconds)
+    print(f"ceilings: {fixed['ceilings']}", flush=True)
     against_peer: dict[str, list[float]] = defaultdict(list)
     with RecordFile(arguments.out) as file:
         for case in hopper_grid():

@@ -15,16 +15,14 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import torch
 
 from octavo import AttentionSpec
 from octavo.bench import cases
-from octavo.bench.measure import compare
+from octavo.bench.measure import compare, of_run
 from octavo.bench.peers import PEERS
-from octavo.bench.records import Record, RecordFile, environment
-from octavo.bench.roofline import measure_ceilings
+from octavo.bench.records import Record, RecordFile
 
 # (sequences, query rows, tokens): whole prompts, then chunks after a long prefix.
 PROMPTS = [(1, 1024), (16, 1024), (1, 4096), (4, 4096), (1, 8192), (1, 16384), (4, 16384), (1, 32768)]
@@ -72,12 +70,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.1, help="before each cell, in seconds")
     arguments = parser.parse_args()
     peers = [name for name in arguments.peers.split(",") if name]
-    shared = {
-        "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
-        "ceilings": measure_ceilings(arguments.device),
-        "env": environment(arguments.device),
-        "seconds": arguments.seconds,
-    }
+    shared = of_run(arguments.device, arguments.seconds)
     print(f"ceilings: {shared['ceilings']}", flush=True)
     cells = []
     with RecordFile(arguments.out) as file:

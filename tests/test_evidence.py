@@ -19,7 +19,7 @@ for name in ("jinja2", "matplotlib", "typer"):
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.bench import evidence, evidence_page  # noqa: E402
-from octavo.bench.records import Record  # noqa: E402
+from octavo.bench.records import Record, ceiling, rate  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
 from octavo.spec import AttentionSpec  # noqa: E402
@@ -102,8 +102,8 @@ def test_the_latest_of_two_records_counts(tmp_path):
 
 def test_rates_and_ceilings_are_those_that_bound():
     decode, prefill = RECORDS[0], RECORDS[-1]
-    assert evidence.rate(decode) == (5.0, "TB/s") and evidence.ceiling(decode) == 4.0
-    assert evidence.rate(prefill) == (200.0, "TFLOP/s") and evidence.ceiling(prefill) == 1400.0
+    assert rate(decode) == (5.0, "TB/s") and ceiling(decode) == 4.0
+    assert rate(prefill) == (200.0, "TFLOP/s") and ceiling(prefill) == 1400.0
 
 
 def test_series_and_costs(file):

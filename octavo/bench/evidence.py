@@ -20,8 +20,6 @@ from ..spec import AttentionSpec
 from .accuracy_file import read_accuracy
 from .records import OPS, Record, read_records
 
-COMPUTE_BOUND = ("prefill", "mqa_logits")  # told in TFLOP/s; the others in TB/s
-
 
 @dataclass
 class Cell:
@@ -135,19 +133,6 @@ def _distinct(items: Iterable[Any]) -> list[Any]:
 def geometric_mean(values: Sequence[float]) -> float | None:
     """None for none."""
     return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
-
-
-def rate(record: Record) -> tuple[float, str]:
-    """(number, unit) of a timed record: TFLOP/s where arithmetic bounds, else TB/s."""
-    assert record.us
-    if record.op in COMPUTE_BOUND:
-        return (record.flops or 0) / record.us / 1e6, "TFLOP/s"
-    return (record.bytes or 0) / record.us / 1e6, "TB/s"
-
-
-def ceiling(record: Record) -> float | None:
-    """What `rate` is compared with, measured in the record's run: the FP8 product's rate, or the copy's."""
-    return record.ceiling.get("fp8_tflops" if record.op in COMPUTE_BOUND else "copy_tbs")
 
 
 def summary(evidence: Evidence) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from ..backends import BY_NAME
 from . import evidence as data
 from . import plots, report
 from .evidence import Evidence
-from .records import Record
+from .records import COMPUTE_BOUND, Record, ceiling, rate
 
 # Octavo's in warm colours, others in cold ones; told apart by their markers too.
 LOOKS = {
@@ -69,16 +69,16 @@ def speed_figures(evidence: Evidence) -> Iterator[report.Figure]:
 
 def _speed_figure(op: str, subject: str, batch: int, by_backend: dict[str, dict[int, Record]]) -> report.Figure:
     curves = [
-        plots.Curve(name, *_look(name), [(context, data.rate(of[context])[0]) for context in sorted(of)])
+        plots.Curve(name, *_look(name), [(context, rate(of[context])[0]) for context in sorted(of)])
         for name, of in by_backend.items()
     ]
     some = next(iter(next(iter(by_backend.values())).values()))
-    bound = op in data.COMPUTE_BOUND
-    limit = data.ceiling(some)
+    bound = op in COMPUTE_BOUND
+    limit = ceiling(some)
     ceilings = {} if limit is None else {"FP8 matrix product" if bound else "device copy": limit}
     unit = UNITS[bound]
     title = f"{op}, {subject}" + (f", {batch} sequence{'s' if batch > 1 else ''}" if batch else "")
-    best = {name: max(data.rate(record)[0] for record in of.values()) for name, of in by_backend.items()}
+    best = {name: max(rate(record)[0] for record in of.values()) for name, of in by_backend.items()}
     told = ", ".join(f"{name} up to {value:.4g}" for name, value in best.items())
     runs = len({record.run for of in by_backend.values() for record in of.values()})
     measured = "measured in the same run" if runs == 1 else f"measured in one of the {runs} runs that the points are of"
@@ -126,8 +126,8 @@ def _entry(record: Record | None, fastest: float | None) -> dict[str, Any]:
     if record.us is None:
         word = next((word for word in ("wrong", "failed") if (record.error or "").startswith(word)), "refused")
         return {"text": word, "notes": [], "best": False}
-    value, unit = data.rate(record)
-    limit = data.ceiling(record)
+    value, unit = rate(record)
+    limit = ceiling(record)
     note = f"{value:.0f} {unit}" if unit == "TFLOP/s" else f"{value:.2f} {unit}"
     notes = [note + (f", {value / limit:.2f}" if limit else "")]
     notes += [f"error {record.rel_err:.1e}"] if record.rel_err is not None else []

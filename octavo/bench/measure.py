@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from ..errors import InvalidInput, Unsupported
 from ..ops import cache_backend
 from .cases import Case
 from .peers import PEERS
-from .records import Record
-from .roofline import Ceilings
+from .records import Record, environment
+from .roofline import Ceilings, measure_ceilings
 from .sides import AttentionInputs, Side, octavo_side
 from .timing import time_calls
 
@@ -47,6 +48,16 @@ def measure(
     return record_of(
         fields, lambda: _side(case, backend, inputs or AttentionInputs(case, device)), device, seconds, WRONG
     )
+
+
+def of_run(device: torch.device | str, seconds: float) -> dict[str, Any]:
+    """What the records of one run share, as `measure` takes it: its name, ceilings, environment, seconds a cell."""
+    return {
+        "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
+        "ceilings": measure_ceilings(device),
+        "env": environment(device),
+        "seconds": seconds,
+    }
 
 
 def cell(case: Any, backend: str, run: str, ceilings: Ceilings | None, env: dict[str, str] | None) -> dict[str, Any]:

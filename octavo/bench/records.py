@@ -25,6 +25,7 @@ from ..errors import InvalidInput
 SCHEMA = 1
 OPS = ("decode", "verify", "prefill", "append", "mqa_logits", "paged_mqa_logits", "topk", "plan", "step")
 
+COMPUTE_BOUND = ("prefill", "mqa_logits")  # told in TFLOP/s; the others in TB/s
 
 _REQUIRED = ("case", "op", "backend", "run", "spec")
 _TEXTS = ("case", "op", "backend", "run", "timing", "error", "time")
@@ -254,3 +255,16 @@ def _output(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def rate(record: Record) -> tuple[float, str]:
+    """(number, unit) of a timed record: TFLOP/s where arithmetic bounds, else TB/s."""
+    assert record.us
+    if record.op in COMPUTE_BOUND:
+        return (record.flops or 0) / record.us / 1e6, "TFLOP/s"
+    return (record.bytes or 0) / record.us / 1e6, "TB/s"
+
+
+def ceiling(record: Record) -> float | None:
+    """What `rate` is compared with, measured in the record's run: the FP8 product's rate, or the copy's."""
+    return record.ceiling.get("fp8_tflops" if record.op in COMPUTE_BOUND else "copy_tbs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,8 +124,7 @@ class _Run:
     def records(self) -> Iterator[Record]:
         """New records, each written before it is yielded."""
         from ..bench.matrix import compare
-        from ..bench.records import environment
-        from ..bench.roofline import measure_ceilings
+        from ..bench.measure import of_run
 
         todo = [(case, self._missing(case, backends)) for case, backends in self.cells]
         todo = [(case, backends) for case, backends in todo if backends]
@@ -137,12 +135,7 @@ class _Run:
             words = "no GPU here: the reference on tiny cases, which shows that it works, not how fast octavo is"
             self.progress.print(words, soft_wrap=True)
         with self.file, bar(self.progress, "Measuring", self.total - self.done) as advance:
-            common = {
-                "run": datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"),
-                "ceilings": measure_ceilings(self.device),
-                "env": environment(self.device),
-                "seconds": self.seconds,
-            }
+            common = of_run(self.device, self.seconds)
             for case, backends in todo:
                 for record in compare(case, backends, self.device, **common):
                     self.file.write(record)
@@ -191,14 +184,15 @@ def line(record: Record) -> str:
     if record.us is None:
         return f"{name} {(record.error or '').splitlines()[0][:100]}"
     error = "" if record.rel_err is None else f"error {record.rel_err:.1e} (bf16 {record.rel_err_bf16 or 0:.1e})"
-    return f"{name} {record.us:10.1f} us  {rate(record):24} {error}"
+    return f"{name} {record.us:10.1f} us  {speed(record):24} {error}"
 
 
-def rate(record: Record) -> str:
-    """TFLOP/s of prefill, TB/s of the others, with the share of the run's copy where that was measured."""
-    assert record.us
-    if record.op == "prefill":
-        return f"{(record.flops or 0) / record.us / 1e6:.0f} TFLOP/s"
-    speed = (record.bytes or 0) / record.us / 1e6
-    copy = record.ceiling.get("copy_tbs")
-    return f"{speed:.2f} TB/s" + (f", {speed / copy:.2f} of copy" if copy else "")
+def speed(record: Record) -> str:
+    """The rate that bounds a record's op, of a memory-bound one with the share of the run's copy, where measured."""
+    from ..bench.records import COMPUTE_BOUND, ceiling, rate
+
+    value, unit = rate(record)
+    if record.op in COMPUTE_BOUND:
+        return f"{value:.0f} {unit}"
+    copy = ceiling(record)
+    return f"{value:.2f} {unit}" + (f", {value / copy:.2f} of copy" if copy else "")

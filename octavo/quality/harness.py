@@ -17,7 +17,6 @@ from ..errors import InvalidInput
 from . import passes
 
 CHUNK, TAIL = 128, 8
-PACKAGE = "lm_eval"
 RESAMPLES = 1000
 
 

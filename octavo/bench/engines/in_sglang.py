@@ -18,9 +18,7 @@ import json
 import math
 import os
 import random
-import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -59,22 +57,12 @@ WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Drive the sides, or be one (--side, with which the driver starts this module again)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("text", "throughput"))
-    parser.add_argument("--sides", nargs="+", help="BACKEND:CACHE; the first is what the others are compared with")
-    parser.add_argument("--model", type=Path, help="folder of the model that writes text")
-    parser.add_argument("--site", type=Path, help="folder with SGLang's packages")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = running.parser_of(__doc__, "SGLang")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--input", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens generated for each")
     parser.add_argument("--together", type=int, default=3, help="engines that the GPU's memory holds at once")
-    parser.add_argument("--budget", type=float, default=540, help="seconds")
-    parser.add_argument("--logs", type=Path, help="folder to keep each side's log in")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = running.parse(parser, argv)
     if arguments.side:
         measure = write_text if arguments.what == "text" else measure_speed
         running.leave(
@@ -82,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.side,
             lambda: {**measure(arguments), "release": importlib.metadata.version("sglang")},
         )
-    elif arguments.what == "text" and arguments.model is None:
-        parser.error("text needs --model")
     else:
         drive(arguments)
 
@@ -98,14 +84,9 @@ def drive(arguments: argparse.Namespace) -> None:
             group = sides[begin : begin + arguments.together]
             in_turn = arguments.what == "throughput"
             running.run_group(group, lambda side: start(side, arguments, work), work, deadline, in_turn)
-        found = {side: running.result(work, side) for side in sides}
-        if arguments.logs:
-            arguments.logs.mkdir(parents=True, exist_ok=True)
-            for log in work.glob("*.log"):
-                shutil.copy(log, arguments.logs)
+        found = running.collect(sides, arguments.logs, work)
     if arguments.what == "text":
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        running.write_json(found, arguments.out)
         print_text(found)
     else:
         write_records(found, arguments)
@@ -114,8 +95,7 @@ def drive(arguments: argparse.Namespace) -> None:
 
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
     """A side in a process group of its own, with its log in the work folder."""
-    command = [sys.executable, "-u", "-m", "octavo.bench.engines.in_sglang", *arguments.argv, "--side", side]
-    command += ["--work", str(work)]
+    command = running.command_of("octavo.bench.engines.in_sglang", side, arguments, work)
     plugin = running.plugin_folder(work, "sglang.srt.plugins", "octavo.integrations.sglang:register")
     env = {
         **LOCAL,

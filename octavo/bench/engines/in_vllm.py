@@ -49,26 +49,14 @@ WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Drive the sides, or be one (--side, with which the driver starts this module again)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("text", "throughput"))
-    parser.add_argument("--sides", nargs="+", help="the first is what the others are compared with")
-    parser.add_argument("--model", type=Path, help="folder of the model that writes text")
-    parser.add_argument("--site", type=Path, help="folder with vLLM's packages")
-    parser.add_argument("--out", type=Path, required=True)
+    parser = running.parser_of(__doc__, "vLLM")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--memory", type=float, default=132, help="GiB of the GPU that engines may take together")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=540, help="seconds")
-    parser.add_argument("--logs", type=Path, help="folder that the sides' logs are left in")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = running.parse(parser, argv)
     if arguments.side:
         measure = write_text if arguments.what == "text" else measure_speed
         running.leave(arguments.work, arguments.side, lambda: measure(arguments))
-    elif arguments.what == "text" and arguments.model is None:
-        parser.error("text needs --model")
     else:
         drive(arguments)
 
@@ -83,14 +71,9 @@ def drive(arguments: argparse.Namespace) -> None:
         for group in groups(sides, arguments):
             running.run_group(group, lambda side: start(side, arguments, work), work, deadline, in_turn=not text)
             print(f"{' '.join(group)}: {deadline - time.monotonic():.0f} s left", flush=True)
-        found = {side: running.result(work, side) for side in sides}
-        if arguments.logs:
-            arguments.logs.mkdir(parents=True, exist_ok=True)
-            for log in work.glob("*.log"):
-                (arguments.logs / log.name).write_bytes(log.read_bytes()[-200_000:])
+        found = running.collect(sides, arguments.logs, work)
     if text:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        running.write_json(found, arguments.out)
         print_text(found)
     else:
         write_records(found, arguments)
@@ -128,8 +111,7 @@ def cache_gib(side: str, shapes: list[str]) -> float:
 
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
     """A side in a process group of its own, with its log in the work folder."""
-    command = [sys.executable, "-u", "-m", "octavo.bench.engines.in_vllm", *arguments.argv, "--side", side]
-    command += ["--work", str(work)]
+    command = running.command_of("octavo.bench.engines.in_vllm", side, arguments, work)
     plugin = running.plugin_folder(work, "vllm.general_plugins", "octavo.integrations.vllm:register")
     env = {
         **os.environ,

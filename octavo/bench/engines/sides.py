@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -39,6 +40,50 @@ PROMPTS = (
     "List three prime numbers.",
     "Explain what a Python list is in two sentences.",
 )
+
+
+def parser_of(description: str | None, package: str) -> argparse.ArgumentParser:
+    """What every engine's command takes; an engine adds how its throughput is measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("text", "throughput"))
+    parser.add_argument("--sides", nargs="+", help="BACKEND:CACHE; the first is what the others are compared with")
+    parser.add_argument("--model", type=Path, help="folder of the model that writes text")
+    parser.add_argument("--site", type=Path, help=f"folder with {package}'s packages")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=540, help="seconds")
+    parser.add_argument("--logs", type=Path, help="folder that the sides' logs are left in")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with `argv`: what the processes of the sides are started with too."""
+    arguments = parser.parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
+    if arguments.what == "text" and arguments.model is None and not arguments.side:
+        parser.error("text needs --model")
+    return arguments
+
+
+def command_of(module: str, side: str, arguments: argparse.Namespace, work: Path) -> list[str]:
+    """What starts `module` again as one side."""
+    return [sys.executable, "-u", "-m", module, *arguments.argv, "--side", side, "--work", str(work)]
+
+
+def collect(sides: Sequence[str], logs: Path | None, work: Path) -> dict[str, dict[str, Any]]:
+    """What each side found; the ends of their logs go to the folder `logs`."""
+    if logs:
+        logs.mkdir(parents=True, exist_ok=True)
+        for log in work.glob("*.log"):
+            (logs / log.name).write_bytes(log.read_bytes()[-200_000:])
+    return {side: result(work, side) for side in sides}
+
+
+def write_json(found: dict[str, Any], out: Path) -> None:
+    """Write what text sides found."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def path(work: Path, side: str, kind: str) -> Path:
