@@ -27,6 +27,12 @@ def test_default_tiles_fit_every_architecture(module, device):
     assert all(0 < c.registers * c.num_warps * 32 <= 65536 for c in compiled)
 
 
+@pytest.mark.parametrize("module", ["octavo.kernels.gluon.plan", "octavo.kernels.gluon.prefill_plan"])
+def test_the_plans_of_hopper_compile(module):
+    compiled = in_a_subprocess([module], ["h200"])
+    assert len(compiled) >= 3 and [fault for c in compiled for fault in c.faults] == []
+
+
 def test_every_architecture_has_a_device():
     assert tuple(KNOWN[device].arch for device in DEVICES) == ARCHITECTURES
 

@@ -11,6 +11,7 @@ its first unit [P + 1], and a counter an item (sequence and head), of the progra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -240,8 +241,44 @@ def plan(
         return
     schedule = schedule_of(spec, device_of(seq_lens.device), batch, max_query_len, memory)
     capacity = page_table.shape[1] * spec.page_size
-    c = constants(spec, max_query_len, False)
-    grid = (triton.cdiv(schedule.programs + 1, _PROGRAMS),)
-    sequences = min(_SEQUENCES, max(16, triton.next_power_of_2(batch)))
-    options = {"num_warps": 2, "launch_pdl": True} if seq_lens.is_cuda else {}
-    plan_kernel[grid](seq_lens, query_starts, schedule, capacity, c, sequences, _PROGRAMS, seq_lens.is_cuda, **options)
+    grid, arguments = launch(spec, seq_lens, query_starts, schedule, capacity, max_query_len)
+    plan_kernel[grid](**arguments)
+
+
+def launch(
+    spec: AttentionSpec,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    schedule: Schedule,
+    capacity: int,
+    max_query_len: int | None,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the arguments of the launch for a step of at most `capacity` tokens a sequence."""
+    gpu = seq_lens.device.type != "cpu"  # the interpreter knows no dependent launch
+    return (triton.cdiv(schedule.programs + 1, _PROGRAMS),), {
+        "seq_lens": seq_lens,
+        "query_starts": query_starts,
+        "schedule": schedule,
+        "capacity": capacity,
+        "c": constants(spec, max_query_len, False),
+        "SEQUENCES": min(_SEQUENCES, max(16, triton.next_power_of_2(schedule.batch))),
+        "PROGRAMS": _PROGRAMS,
+        "DEPENDENT": gpu,
+        **({"num_warps": 2, "launch_pdl": True} if gpu else {}),
+    }
+
+
+def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
+    if device.arch != "sm_90":
+        return
+    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    for label, fields, batch in (
+        ("one sequence", {}, 1),
+        ("300 sequences, window", {"window": 300}, 300),
+        ("64 sequences, 4 rows, batch invariant", {"max_query_len": 4, "batch_invariant": True}, 64),
+    ):
+        spec = AttentionSpec(**{**llama, **fields})
+        lens, starts, memory = (torch.empty(n, dtype=torch.int32, device="meta") for n in (batch, batch + 1, 1 << 16))
+        schedule = schedule_of(spec, device, batch, None, memory)
+        yield label, plan_kernel, launch(spec, lens, starts, schedule, 8192, None)[1]

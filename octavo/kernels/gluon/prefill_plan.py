@@ -11,6 +11,7 @@ a consumer, of the pieces done, then the entries.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -188,7 +189,7 @@ def plan_kernel(
         begin, _, _, _ = _sequence(base + j, there, batch, capacity, rows_bound, num_decodes, c)
         first = begin // c.tile_rows + base + j
         b += tl.sum((there[None, :] & (first[None, :] <= t[:, None])).to(tl.int32), 1)
-    begin, rows, length, _ = _sequence(b, b >= 0, batch, capacity, rows_bound, num_decodes, c)
+    begin, rows, length, descending = _sequence(b, b >= 0, batch, capacity, rows_bound, num_decodes, c)
     tile = t - (begin // c.tile_rows + b)
     exists = (b >= 0) & (tile * c.tile_rows < rows)
     seen = length - rows + tile * c.tile_rows + 1
@@ -202,7 +203,7 @@ def plan_kernel(
     falls = size * 0
     for base in range(0, size, SEQUENCES):
         i = base + j
-        _, other_rows, other_length, descends = _sequence(i, i < size, batch, capacity, rows_bound, num_decodes, c)
+        others, other_rows, other_length, descends = _sequence(i, i < size, batch, capacity, rows_bound, num_decodes, c)
         falls += tl.sum(descends.to(tl.int32), 0)
         blocks = end_block[:, None] - (i[None, :] < b[:, None]).to(tl.int32)
         beyond = _tiles_beyond(blocks, other_rows[None, :], other_length[None, :], c)
@@ -293,14 +294,49 @@ def prefill_plan(
         return
     if batch == num_decodes:  # then prefill is not launched
         return
-    device, c = device_of(seq_lens.device), constants(spec)
-    schedule = schedule_of(spec, device, memory)
-    numbers = schedule.entries.shape[0] // ENTRY - tuning.hopper_prefill_pieces(device)  # of tiles, see plan_kernel
-    rows_bound = (numbers - batch) * c.tile_rows
-    grid = (triton.cdiv(numbers, _TILES),)
-    decodes = -1 if num_decodes is None else num_decodes
     capacity = page_table.shape[1] * spec.page_size
-    step = Step(query_starts, seq_lens)
-    plan_kernel[grid](
-        step, schedule, batch, capacity, rows_bound, decodes, device.num_sms, c, ENTRY, _TILES, _SEQUENCES, num_warps=4
+    grid, arguments = launch(
+        spec, Step(query_starts, seq_lens), capacity, num_decodes, memory, device_of(seq_lens.device)
     )
+    plan_kernel[grid](**arguments)
+
+
+def launch(
+    spec: AttentionSpec, step: Step, capacity: int, num_decodes: int | None, memory: torch.Tensor, device: Device
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the arguments of the launch for a step of at most `capacity` tokens a sequence."""
+    batch, c, schedule = step.seq_lens.shape[0], constants(spec), schedule_of(spec, device, memory)
+    numbers = schedule.entries.shape[0] // ENTRY - tuning.hopper_prefill_pieces(device)  # of tiles, see plan_kernel
+    return (triton.cdiv(numbers, _TILES),), {
+        "batch": step,
+        "schedule": schedule,
+        "size": batch,
+        "capacity": capacity,
+        "rows_bound": (numbers - batch) * c.tile_rows,
+        "num_decodes": -1 if num_decodes is None else num_decodes,
+        "programs": device.num_sms,
+        "c": c,
+        "ENTRY": ENTRY,
+        "TILES": _TILES,
+        "SEQUENCES": _SEQUENCES,
+        "num_warps": 4,
+    }
+
+
+def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
+    if device.arch != "sm_90":
+        return
+    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    lens, starts, memory = (torch.empty(n, dtype=torch.int32, device="meta") for n in (64, 65, 1 << 16))
+    for label, fields, num_decodes in (
+        ("of 128", {}, None),
+        ("of 64, 4 rows, batch invariant", {"head_dim": 64, "max_query_len": 4, "batch_invariant": True}, 8),
+        (
+            "exact of 256, pages of 32, window",
+            {"head_dim": 256, "page_size": 32, "precision": "exact", "window": 300},
+            None,
+        ),
+    ):
+        spec = AttentionSpec(**{**llama, **fields})
+        yield label, plan_kernel, launch(spec, Step(starts, lens), 8192, num_decodes, memory, device)[1]
