@@ -113,3 +113,24 @@ def test_records_of_sides(tmp_path, module):
     assert {(r.case.split("/")[1], r.us) for r in timed} == {("decode", 5000.0), ("prefill", 100000.0)}
     assert {r.op for r in records} == {"step"} and {r.spec["layout"] for r in timed} == {"leaf"}
     assert any(r.error == "no memory" for r in records)
+
+
+def test_a_side_of_text_may_change_several_things():
+    asked = in_vllm.options("octavo:fp8:chunked+prefix")
+    assert asked["max_num_batched_tokens"] == 256 and asked["enable_prefix_caching"]
+    assert asked["cudagraph_capture_sizes"] == in_vllm.CAPTURED and "compilation_config" not in asked
+    plain = in_vllm.options("octavo:fp8")
+    assert not plain["enable_prefix_caching"] and "max_num_batched_tokens" not in plain
+    assert in_vllm.options("octavo:fp8:full+exact").keys() >= {"compilation_config", "additional_config"}
+
+
+def test_a_prompt_fills_pages_that_a_cache_of_prefixes_can_hit():
+    assert max(len(prompt.split()) for prompt in sides.PROMPTS) > 2 * 64
+
+
+def test_a_shape_whose_batch_is_never_whole_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        in_vllm.main(["throughput", "--shapes", "16x32768x48", "--out", str(tmp_path / "r.jsonl")])
+    assert "16x32768x48: its prompts take 65 steps" in capsys.readouterr().err
+    for batch, tokens, more in [*map(in_vllm.shape_of, in_vllm.SHAPES), *steps.SHAPES]:
+        assert batch * tokens // in_vllm.STEP_TOKENS + 1 < more

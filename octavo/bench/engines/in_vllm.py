@@ -3,10 +3,10 @@
     python -m octavo.bench.engines.in_vllm text --model SMOLLM2_FOLDER --out text.json
     python -m octavo.bench.engines.in_vllm throughput --out benchmarks/results/h200/vllm.jsonl
 
-A side is BACKEND:CACHE, "octavo:fp8" (octavo-triton: octavo without its Hopper kernels), and for text perhaps a third
-word that changes one thing: nograph (compiled, no CUDA graphs), v1 (the older model runner), chunked (prompts in chunks
+A side is BACKEND:CACHE, "octavo:fp8" (octavo-triton: octavo without its Hopper kernels), and for text perhaps changes,
+"octavo:fp8:chunked+prefix": nograph (compiled, no CUDA graphs), v1 (the older model runner), chunked (prompts in chunks
 of 256), prefix (cached prefixes), ngram (drafts from the prompt), full (one graph for any batch), exact (precision of
-prefill), serve (through the HTTP server). Each side is a process with an engine of its own. Throughput is of
+prefill), serve (through the HTTP server, alone). Each side is a process with an engine of its own. Throughput is of
 Llama-3.1-8B's shapes with dummy weights: the sides that the GPU's memory holds are set up together, then measured one
 after the other. vLLM has to be importable (--site adds a folder); octavo need not be installed.
 """
@@ -44,6 +44,7 @@ CAPTURED = [1, 2, 4, 8, 16, 32, 64]
 GIB = 1 << 30
 WEIGHTS_GIB, OVERHEAD_GIB = 15.0, 4.0  # of an engine with Llama-3.1-8B's shapes, beside its cache
 SMALL_GIB = 9.0  # of an engine that writes text
+STEP_TOKENS = 8192  # of a prefill step
 WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=132, help="GiB of the GPU that engines may take together")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = running.parse(parser, argv)
+    for shape in arguments.shapes:
+        batch, tokens, more = shape_of(shape)
+        steps = batch * tokens // STEP_TOKENS + 1
+        if more <= steps:
+            parser.error(f"{shape}: its prompts take {steps} steps, and whole batches decode after as many tokens")
     if arguments.side:
         measure = write_text if arguments.what == "text" else measure_speed
         running.leave(arguments.work, arguments.side, lambda: measure(arguments))
@@ -132,7 +138,7 @@ def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Po
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    if side.endswith(":v1"):
+    if "v1" in side.split(":")[-1].split("+"):
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if side.startswith("octavo-triton:"):
         env["OCTAVO_BACKEND"] = "triton"
@@ -141,33 +147,34 @@ def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Po
 
 def options(side: str) -> dict[str, Any]:
     """What the words of a side ask of the engine."""
-    backend, cache, *change = side.split(":")
+    backend, cache, *rest = side.split(":")
+    changes = set(rest[0].split("+")) if rest else set()
     asked: dict[str, Any] = {
         "attention_backend": BACKENDS[backend],
         "kv_cache_dtype": cache,
         "dtype": "bfloat16",
         "seed": 0,
-        "enable_prefix_caching": change == ["prefix"],
+        "enable_prefix_caching": "prefix" in changes,
         "disable_log_stats": True,
     }
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": CAPTURED}
-    if change == ["nograph"]:
+    if "nograph" in changes:
         graphs = {"compilation_config": {"cudagraph_mode": "NONE"}}
-    elif change == ["full"]:
+    if "full" in changes:
         graphs["compilation_config"] = {"cudagraph_mode": "FULL"}
-    elif change == ["ngram"]:
+    if "ngram" in changes:
         draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
         asked["speculative_config"] = draft
         graphs["cudagraph_capture_sizes"] = [4 * n for n in (1, 2, 4, 8)]
-    elif change == ["exact"]:
+    if "exact" in changes:
         asked["additional_config"] = {"octavo": {"precision": "exact"}}
-    elif change == ["chunked"]:
+    if "chunked" in changes:
         asked["max_num_batched_tokens"] = 256
     return {**asked, **graphs}
 
 
 def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers, the same once more, and perplexity over a text that Python brings."""
+    """Greedy answers, the same once more (of cached tokens, if any), and perplexity over a text that Python brings."""
     from pydoc_data.topics import topics
 
     if arguments.side.endswith(":serve"):
@@ -181,13 +188,16 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=64,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=4 * GIB,
-        **{"max_num_batched_tokens": 8192, **options(arguments.side)},
+        **{"max_num_batched_tokens": STEP_TOKENS, **options(arguments.side)},
     )
     tokenizer = llm.get_tokenizer()
     asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     chats = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
     greedy = SamplingParams(temperature=0.0, max_tokens=64, logprobs=2)
-    first, again = (llm.generate(chats, greedy, use_tqdm=False) for _ in range(2))
+    clock = Clock(llm)
+    first = llm.generate(chats, greedy, use_tqdm=False)
+    steps = len(clock.steps)
+    again = llm.generate(chats, greedy, use_tqdm=False)
     answers = [answer.outputs[0] for answer in first]
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -201,6 +211,8 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens": [list(a.token_ids) for a in answers],
         "gaps": [[gap(step) for step in a.logprobs] for a in answers],
         "again": [list(a.token_ids) for a in answers] == [list(a.outputs[0].token_ids) for a in again],
+        "cached_tokens": sum(a.num_cached_tokens or 0 for a in again),
+        "steps": steps,
         "perplexity": math.exp(sum(lost) / len(lost)),
         "scored_tokens": len(lost),
     }
@@ -278,7 +290,7 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=arguments.tensor_parallel_size,
         max_model_len=max(n + more for _, n, more in shapes.values()) + 16,
         max_num_seqs=max(b for b, _, _ in shapes.values()),
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=STEP_TOKENS,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=int(cache_gib(arguments.side, arguments.shapes) * GIB),
         **options(arguments.side),
@@ -321,13 +333,14 @@ def measure_speed(arguments: argparse.Namespace) -> dict[str, Any]:
 def print_text(found: dict[str, dict[str, Any]]) -> None:
     """Perplexity, greedy tokens before the first difference from the first side, and how near a tie that was."""
     first = next(iter(found.values()))
-    print(f"{'side':22} {'perplexity':>10} {'same tokens':>11} {'gaps there':>22} {'again':>6}  first answer")
+    heads = f"{'perplexity':>10} {'same tokens':>11} {'gaps there':>28} {'steps':>5} {'cached':>6} {'again':>6}"
+    print(f"{'side':26} {heads}  first answer")
     for side, r in found.items():
         if "error" in r:
-            print(f"{side:22} {r['error']}")
+            print(f"{side:26} {r['error']}")
             continue
         if "tokens" not in r or "tokens" not in first:
-            print(f"{side:22} {'':53} {r['text'][0][:60]!r}")
+            print(f"{side:26} {'':72} {r['text'][0][:60]!r}")
             continue
         same, gaps = [], []
         for ours, theirs, near in zip(r["tokens"], first["tokens"], first["gaps"], strict=True):
@@ -335,8 +348,8 @@ def print_text(found: dict[str, dict[str, Any]]) -> None:
             same.append(len(theirs) if at is None else at)
             gaps += [] if at is None else [f"{near[at]:.3f}"]
         count = f"{sum(same)}/{sum(map(len, first['tokens']))}"
-        row = f"{side:22} {r['perplexity']:10.4f} {count:>11} {' '.join(gaps):>22} {r['again']!s:>6}"
-        print(f"{row}  {r['text'][0][:60]!r}")
+        row = f"{side:26} {r['perplexity']:10.4f} {count:>11} {' '.join(gaps):>28}"
+        print(f"{row} {r['steps']:5} {r['cached_tokens']:6} {r['again']!s:>6}  {r['text'][0][:60]!r}")
 
 
 def print_speed(found: dict[str, dict[str, Any]], shapes: list[str]) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]  # the folder that holds octavo
@@ -39,6 +40,7 @@ PROMPTS = (
     "Write one sentence about the sea.",
     "List three prime numbers.",
     "Explain what a Python list is in two sentences.",
+    f"What is this text about?\n\n{topics['assert']}",  # of several pages
 )
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ...device import Device
+from ..constants import CompileTime
 from ._plan import INTERPRETED
 from ._tiles import e4m3_to_fp16, fp32_to_bf16, product
 
@@ -22,7 +23,7 @@ _WIDE = ("sm_90",)
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants: one `tl.constexpr` argument.
 
     Attributes:
@@ -107,7 +108,7 @@ def query_rows_of(first, limit, q, q_strides, weights, w_strides, c: tl.constexp
     d = tl.arange(0, c.dim_padded)[None, :]
     at = (row * q_strides[0] + head.to(tl.int64) * q_strides[1])[:, None] + d.to(tl.int64) * q_strides[2]
     x = tl.load(typed(q, c) + at, mask=there[:, None] & (d < c.dim), other=0.0 if c.fp8_dot else 0)
-    w = tl.load(weights + row * w_strides[0] + head * w_strides[1], mask=there, other=0.0)
+    w = tl.load(weights + row * w_strides[0] + head.to(tl.int64) * w_strides[1], mask=there, other=0.0)
     return operand(x, c), w
 
 

@@ -13,12 +13,13 @@ from ... import tuning
 from ...calls import AttentionCall, CacheBytes
 from ...device import Device
 from ...spec import AttentionSpec
+from ..constants import CompileTime
 
 INTERPRETED = triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants of an attention kernel: one `tl.constexpr` argument.
 
     Attributes:

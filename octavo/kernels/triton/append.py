@@ -31,13 +31,14 @@ from ...device import FP8_DOT, Device, device_of
 from ...formats import FORMATS
 from ...layouts import Strides
 from ...spec import AttentionSpec
+from ..constants import CompileTime
 
 # Where a kernel may be launched while the one before it ends and wait for its end itself (PTX, griddepcontrol).
 DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants of the kernel: one `tl.constexpr` argument.
 
     Attributes:

@@ -18,12 +18,13 @@ import triton.language as tl
 
 from ...device import Device
 from ...indexer_calls import SCALE_BYTES, IndexAppendCall, IndexBytes
+from ..constants import CompileTime
 from ._plan import device_of
 from ._tiles import FP8_MAX, fp32_to_e4m3
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants: one `tl.constexpr` argument.
 
     Attributes:
