@@ -159,6 +159,8 @@ def shares(rows, constants, programs):
 def check_shares(rows, spans, sequence_rows, constants, programs):
     found, blocks = shares(rows, constants, programs)
     assert blocks == spans_by_hand(spans, sequence_rows, constants.block_rows, constants.tile)
+    if constants.fold:
+        blocks = [blocks[n // 2] if n % 2 == 0 else blocks[-1 - n // 2] for n in range(len(blocks))]
     before = [0]
     for _, tiles in blocks:
         before.append(before[-1] + (tiles + constants.switch if tiles else 0))
@@ -184,8 +186,8 @@ def test_programs_share_the_tiles_of_sequences(interpreter, batch, n, matrix):
     rows = Rows(seq_lens if matrix else seq_lens[:, 0], None, seq_lens.stride(0), 1, limit, batch * groups, batch * n)
     own = [row if matrix else [row[0] - n + 1 + j for j in range(n)] for row in lens]
     spans = [(0, min(max(length, 0), limit)) for row in own for length in row]
-    for programs in (1, 13):
-        check_shares(rows, spans, n, c, programs)
+    for programs, scan in ((1, 128), (13, c.scan)):
+        check_shares(rows, spans, n, replace(c, scan=scan), programs)
 
 
 @pytest.mark.parametrize("count", [1, 37, 4200])
@@ -200,8 +202,23 @@ def test_programs_share_the_tiles_of_a_run_of_keys(interpreter, count):
     c = constants(tile, (64, 128, 0, 0), blocks, (False, False, False, False))
     first, last = (torch.tensor(x, dtype=torch.int32) for x in (starts, ends))
     spans = [(max(a, 0), min(max(b, 0), keys)) for a, b in zip(starts, ends, strict=True)]
-    for switch in (0, 2):
-        check_shares(Rows(first, last, 1, 1, keys, blocks, count), spans, count, replace(c, switch=switch), programs=5)
+    for changed in (replace(c, switch=0), replace(c, scan=128)):
+        check_shares(Rows(first, last, 1, 1, keys, blocks, count), spans, count, changed, programs=5)
+
+
+def test_shares_of_a_causal_prompt_have_as_many_blocks(interpreter):
+    """Each begins with about as many: none has all of the short ones, which begin every tile or two."""
+    from octavo.kernels.gluon.mqa_logits import constants
+
+    count, programs = 2048, 20
+    tile = tuning.hopper_logits_tile(64, 128, count, None, Device.named("h200"))
+    blocks = count // tile.block_rows
+    c = constants(tile, (64, 128, 0, 0), blocks, (False, False, False, False))
+    starts, ends = torch.zeros(count, dtype=torch.int32), torch.arange(1, count + 1, dtype=torch.int32)
+    found, _ = shares(Rows(starts, ends, 1, 1, count, blocks, count), c, programs)
+    first = [nth for _, _, nth, _ in found] + [blocks]
+    begun = [b - a for a, b in zip(first, first[1:], strict=False)]
+    assert max(begun) <= blocks / programs + 3, begun
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..constants import CompileTime
 from ._rows import place_of, row_of, span
 
 FILL_COLUMNS = gl.constexpr(512)
@@ -20,7 +21,7 @@ TERMS = gl.constexpr(8)  # columns of the head sum: the two terms of a row's wei
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants of the kernel: one `gl.constexpr` argument.
 
     Attributes:
@@ -28,6 +29,7 @@ class Constants:
         heads, dim: of the query.
         sequence_rows, groups: query rows of a sequence and blocks of them, with pages.
         block_rows, columns, passes: query rows that share a tile of keys; columns of a product; products of a tile.
+        fold: blocks are taken from both ends in turns.
         switch: tiles that are worth what a program needs to begin with a block.
         tile, stages, query_stages: tokens of a tile; tiles of the ring; queries of theirs.
         max_registers: of a thread at launch.
@@ -47,6 +49,7 @@ class Constants:
     block_rows: int
     columns: int
     passes: int
+    fold: bool
     switch: int
     tile: int
     stages: int
@@ -200,7 +203,7 @@ def emit(sums, scales, position, length, to, output, c: gl.constexpr):
         y = gl.where(column == r, add_terms(sums[r]), y)
     y = y * gl.expand_dims(scales, 1)
     seen = position.to(gl.uint32) < length.to(gl.uint32)  # not below 0 either
-    gl.store(to + position * output.column, y.to(output.logits.dtype.element_ty), mask=seen)
+    gl.store(to + position.to(gl.int64) * output.column, y.to(output.logits.dtype.element_ty), mask=seen)
 
 
 # ---- columns without a logit
@@ -242,7 +245,7 @@ def mark_missing(table, block, begin, end, rows, output, c: gl.constexpr):
             for k in range(c.page):
                 token = (base + i) * c.page + k
                 mine = missing & (token >= begin) & (token < gl.minimum(end, high))
-                gl.store(to + token * output.column, nothing, mask=mine)
+                gl.store(to + token.to(gl.int64) * output.column, nothing, mask=mine)
 
 
 @gluon.jit
@@ -251,8 +254,9 @@ def fill_columns(to, begin, end, output):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.arange(0, FILL_COLUMNS, layout=layout)
     value = gl.full([FILL_COLUMNS], 0.0, gl.float32, layout) + output.fill
+    value = value.to(output.logits.dtype.element_ty)
     for base in range(begin, end, FILL_COLUMNS):
-        gl.store(to + (base + i) * output.column, value.to(output.logits.dtype.element_ty), mask=base + i < end)
+        gl.store(to + (base + i).to(gl.int64) * output.column, value, mask=base + i < end)
 
 
 @gluon.jit

@@ -2,9 +2,9 @@
 
 Rows that read the same keys make a block: up to `block_rows` query rows of one sequence, or neighbouring rows where all
 rows share one run of keys. A block has the tiles of tokens from the first to the last that any of its rows sees. Blocks
-are cut into units: `switch` for what a program needs to begin with a block, then one a tile. All units in order of
-blocks are shared evenly: each program adds up the lengths and finds where its share starts, so no launch has to come
-before, and nothing is kept between launches.
+are cut into units: `switch` for what a program needs to begin with a block, then one a tile. All units, in the order
+of `nth_block`, are shared evenly: each program adds up the lengths and finds where its share starts, so no launch has
+to come before, and nothing is kept between launches.
 
 Written in Triton, which Gluon's kernels can call and the interpreter can run.
 """
@@ -47,6 +47,20 @@ def place_of(block, j, rows, c: tl.constexpr):
 
 
 @triton.jit
+def nth_block(n, rows, c: tl.constexpr):
+    """The block that is in turn after n others; n may be a tensor, and beyond the last.
+
+    Of rows over one run of keys the first and the last in turns: where rows see more keys the later they are, every
+    share then has short blocks and long ones, however long it takes to begin with one.
+    """
+    if c.fold:
+        block = tl.where(n % 2 == 0, n // 2, rows.blocks - 1 - n // 2)
+        return tl.where(n < rows.blocks, block, n)
+    else:
+        return n
+
+
+@triton.jit
 def row_of(block, c: tl.constexpr):
     """First row of a block."""
     if c.paged:
@@ -59,15 +73,15 @@ def row_of(block, c: tl.constexpr):
 def span(sequence, within, there, rows, c: tl.constexpr):
     """Tokens [low, high) that a row sees; none where it is not `there`."""
     if c.paged:
-        at = rows.first + sequence * rows.stride
+        at = rows.first + sequence.to(tl.int64) * rows.stride
         if c.length_a_row:
-            high = tl.load(at + within * rows.last_stride, mask=there, other=0)
+            high = tl.load(at + within.to(tl.int64) * rows.last_stride, mask=there, other=0)
         else:
             high = tl.maximum(tl.load(at, mask=there, other=0), 0) + (1 - c.sequence_rows) + within
         low = within * 0
     else:
-        low = tl.maximum(tl.load(rows.first + within * rows.stride, mask=there, other=0), 0)
-        high = tl.load(rows.last + within * rows.last_stride, mask=there, other=0)
+        low = tl.maximum(tl.load(rows.first + within.to(tl.int64) * rows.stride, mask=there, other=0), 0)
+        high = tl.load(rows.last + within.to(tl.int64) * rows.last_stride, mask=there, other=0)
     high = tl.minimum(tl.maximum(high, 0), rows.limit)
     return low, tl.where(there, tl.maximum(high, low), low)
 
@@ -111,16 +125,16 @@ def _add(a, b):
 
 @triton.jit
 def share(i, rows, c: tl.constexpr):
-    """Units [start, end) of this program, the block of the first, and the units of all blocks before that one.
+    """Units [start, end) of this program, how many blocks come before that of the first, and their units.
 
-    i: 0, 1, ... c.scan - 1, in a layout of which every warp holds all, so that no sum needs a barrier.
+    i: 0, 1, ... c.scan - 1.
     """
     SCAN: tl.constexpr = c.scan
-    _, tiles, _ = block_tiles(i, rows, c)
+    _, tiles, _ = block_tiles(nth_block(i, rows, c), rows, c)
     units = units_of(tiles, c)
     total = tl.sum(units, 0)
     for base in range(SCAN, rows.blocks, SCAN):
-        _, tiles, _ = block_tiles(base + i, rows, c)
+        _, tiles, _ = block_tiles(nth_block(base + i, rows, c), rows, c)
         total += tl.sum(units_of(tiles, c), 0)
     program, programs = tl.program_id(0), tl.num_programs(0)
     each = total // programs
@@ -133,7 +147,7 @@ def share(i, rows, c: tl.constexpr):
     before = tl.sum(tl.where(over, units, 0), 0)
     running = tl.sum(units, 0)
     for base in range(SCAN, rows.blocks, SCAN):
-        _, tiles, _ = block_tiles(base + i, rows, c)
+        _, tiles, _ = block_tiles(nth_block(base + i, rows, c), rows, c)
         units = units_of(tiles, c)
         over = (running + tl.associative_scan(units, 0, _add) <= start) & (base + i < rows.blocks)
         block += tl.sum(over.to(tl.int32), 0)

@@ -53,7 +53,7 @@ from ._logits import (
     relu_bf16,
     split_weights,
 )
-from ._rows import Rows, block_tiles, part, place_of, row_of, share, span
+from ._rows import Rows, block_tiles, nth_block, part, place_of, row_of, share, span
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -62,7 +62,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, block, before,
+def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, nth, before,
             k_boxes, s_boxes, q_smem, w_rows, full, empty, q_full, q_empty, fetched, c: gl.constexpr):  # fmt: skip
     """Fill the ring with the tiles of units [start, end), and queries and weights of their blocks.
 
@@ -77,6 +77,7 @@ def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, block, befo
     phase = start * 0
     segment = start * 0
     while t < end:
+        block = nth_block(nth, rows, c)
         first, tiles, _ = block_tiles(block, rows, c)
         skipped, n, after = part(t, end, before, tiles, c)
         if n > 0:
@@ -109,7 +110,7 @@ def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, block, befo
                 stage = gl.where(stage == c.stages, 0, stage)
             segment += 1
         t = gl.minimum(end, after)
-        block += 1
+        nth += 1
         before = after
 
 
@@ -154,7 +155,7 @@ def tile_sums(k_tiles, q_smem, w_smem, stage, q_stage, empty, c: gl.constexpr):
 
 
 @gluon.jit
-def consume(rows, table, output, start, end, block, before,
+def consume(rows, table, output, start, end, nth, before,
             k_tiles, s_tiles, q_smem, w_rows, w_smem, full, empty, q_full, q_empty, c: gl.constexpr):  # fmt: skip
     """Logits of the tiles of units [start, end); then fill this program's share of what no row sees."""
     ROWS: gl.constexpr = c.block_rows
@@ -170,6 +171,7 @@ def consume(rows, table, output, start, end, block, before,
     phase = start * 0
     segment = start * 0
     while t < end:
+        block = nth_block(nth, rows, c)
         first, tiles, last = block_tiles(block, rows, c)
         skipped, n, after = part(t, end, before, tiles, c)
         if n > 0:
@@ -217,7 +219,7 @@ def consume(rows, table, output, start, end, block, before,
                     mark_missing(table, block, first * c.tile, token_end, rows, output, c)
             segment += 1
         t = gl.minimum(end, after)
-        block += 1
+        nth += 1
         before = after
     if c.fill:
         fill_unseen(rows, output, c)
@@ -260,13 +262,15 @@ def mqa_logits_kernel(q_desc, w_desc, k_desc, s_desc, rows, table, output, c: gl
     fetch_descriptors(k_desc, s_desc, k_boxes, s_boxes, fetched, c)  # while the launch before this one ends
     gdc_wait()
     SCAN: gl.constexpr = c.scan
-    index = gl.arange(0, SCAN, layout=gl.BlockedLayout([SCAN // 32], [32], [4], [0]))
-    start, end, block, before = share(index, rows, c)
+    # Of few blocks every warp holds all, so that no sum needs a barrier; of many each holds some, as loads cost more.
+    each: gl.constexpr = SCAN // 32 if SCAN <= 128 else 1
+    index = gl.arange(0, SCAN, layout=gl.BlockedLayout([each], [32], [4], [0]))
+    start, end, nth, before = share(index, rows, c)
     gl.warp_specialize(
         [
-            (consume, (rows, table, output, start, end, block, before,
+            (consume, (rows, table, output, start, end, nth, before,
                        k_tiles, s_tiles, q_smem, w_rows, w_smem, full, empty, q_full, q_empty, c)),
-            (produce, (q_desc, w_desc, k_desc, s_desc, rows, table, start, end, block, before,
+            (produce, (q_desc, w_desc, k_desc, s_desc, rows, table, start, end, nth, before,
                        k_boxes, s_boxes, q_smem, w_rows, full, empty, q_full, q_empty, fetched, c)),
         ],
         [1],
@@ -353,12 +357,13 @@ def constants(
         block_rows=tile.block_rows,
         columns=tile.columns,
         passes=tile.passes,
+        fold=page == 0,
         switch=tile.switch,
         tile=tile.tokens,
         stages=tile.stages,
         query_stages=tile.query_stages,
         max_registers=tile.max_registers,
-        scan=min(1024, max(128, 1 << (blocks - 1).bit_length())),
+        scan=min(2048, max(128, 1 << (blocks - 1).bit_length())),
         length_a_row=length_a_row,
         exponents=exponents,
         compressed=compressed,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ...device import Device
+from ..constants import CompileTime
 
 NOTHING = tl.constexpr(-(2**31))  # the key of NaN and of what is not there, below that of -inf
 LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
@@ -16,7 +17,7 @@ INFINITE = tl.constexpr(0x7F800000)  # the key of inf
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants: one `tl.constexpr` argument.
 
     Attributes:
