@@ -192,12 +192,13 @@ def move(c: Context) -> Effect:
     """mov: registers, halves of registers, addresses of parameters."""
     target, source = c.operands
     if isinstance(target, list):
-        get = c.read(source, np.uint32)
-        low, high = (c.write(x, "b16") for x in target)
+        size = SIZES[c.type[1:]] // 2
+        half, whole = UNSIGNED[size], UNSIGNED[2 * size]
+        get, parts = c.read(source, whole), [c.write(x, f"b{8 * size}") for x in target]
 
         def split(w: Warp, mask: Mask) -> None:
-            low(w, get(w) & np.uint32(0xFFFF), mask)
-            high(w, get(w) >> np.uint32(16), mask)
+            for i, part in enumerate(parts):
+                part(w, (get(w) >> whole(8 * size * i)).astype(half), mask)
 
         return split
     if isinstance(source, list):
@@ -215,9 +216,15 @@ def move(c: Context) -> Effect:
 
 
 def shuffle(c: Context) -> Effect:
+    """shfl of whole warps: by index, across (bfly) or from lanes below (up), where the lowest keep their own."""
     get, lane = c.read(c.operands[1], np.uint32), c.read(c.operands[2], np.uint32)
-    store, across = c.write(c.operands[0].split("|")[0], "b32"), "bfly" in c.parts
-    return lambda w, mask: store(w, get(w)[(LANES ^ lane(w) if across else lane(w)) & 31], mask)
+    store = c.write(c.operands[0].split("|")[0], "b32")
+    source = {
+        "idx": lambda w: lane(w) & 31,
+        "bfly": lambda w: (LANES ^ lane(w)) & 31,
+        "up": lambda w: np.where(lane(w) <= LANES, LANES - lane(w), LANES) & 31,
+    }[c.parts[2]]
+    return lambda w, mask: store(w, get(w)[source(w)], mask)
 
 
 def vote(c: Context) -> Effect:
