@@ -32,10 +32,10 @@ def shapes(page_size: int) -> list[AttentionSpec]:
 
 
 def grid(arguments: argparse.Namespace) -> Iterator[cases.Case]:
-    """Attention alone and with an append, shape by shape, smallest first."""
-    for spec in shapes(arguments.page_size):
-        cells = [(b, n) for b in numbers(arguments.batches) for n in numbers(arguments.contexts)]
-        for batch, context in sorted(cells, key=math.prod):
+    """Attention alone and with an append, smallest first: a run that is cut short lacks the largest of each shape."""
+    cells = [(b, n) for b in numbers(arguments.batches) for n in numbers(arguments.contexts)]
+    for batch, context in sorted(cells, key=math.prod):
+        for spec in shapes(arguments.page_size):
             case = cases.decode(spec, batch, context)
             yield case
             if arguments.append:
