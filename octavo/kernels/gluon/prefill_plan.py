@@ -23,6 +23,7 @@ import triton.language as tl
 from ... import tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
+from ..constants import CompileTime
 
 HEADER, ENTRY = tuning.HOPPER_HEADER_INTS, tuning.HOPPER_ENTRY_INTS
 _TILES = 64  # that one program of the plan ranks
@@ -34,7 +35,7 @@ _MERGE = tl.constexpr(0.02)  # what a piece more costs, in items
 
 
 @dataclass(frozen=True)
-class Constants:
+class Constants(CompileTime):
     """Compile-time constants of the prefill kernel: one `gl.constexpr` argument.
 
     Attributes:
@@ -73,6 +74,11 @@ class Constants:
     def unroll(self) -> int:
         """Blocks that the fast loop overlaps: as registers allow."""
         return 2 if self.dim <= 128 else 1
+
+    @property
+    def fresh(self) -> bool:
+        """Whether each block's P V has an accumulator of its own: as registers allow."""
+        return self.exact or self.dim <= 128
 
     @property
     def stage_bits(self) -> int:
