@@ -18,15 +18,17 @@ endif
 PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n 2')
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help setup demo test test-all test-gpu check format docs
+.PHONY: help setup demo test test-all test-gpu test-lowest check format docs site
 
 help:
 	@echo 'make demo       a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
 	@echo 'make test       style, types, unit tests and the code in the docs; no GPU needed'
 	@echo 'make test-all   the same and the slow tests'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU'
+	@echo 'make test-lowest  the tests with the lowest versions that pyproject.toml allows, in a .venv-lowest of their own'
 	@echo 'make format     rewrite the files in the project style'
 	@echo 'make docs       rewrite what the docs show of the command line, and docs/rules.md'
+	@echo 'make site       build the docs as a site, in build/site'
 
 setup:
 	@$(PYTHON) tools/environment.py $(VENV)
@@ -43,6 +45,15 @@ test-all: check
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(ARGS)
 
+# Without a GPU, and without the engines' tests, which fetch engines; slow: a second torch is installed.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) tools/lowest.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install -qq -c .venv-lowest/constraints.txt torch triton
+	.venv-lowest/bin/python -m pip install -qq -c .venv-lowest/constraints.txt -e '.[transformers,report,serve]' \
+		httpx hypothesis openai pytest pytest-xdist
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n 2 -m 'not slow and not gpu' $(ARGS)
+
 check: setup
 	$(call tool,ruff,check .)
 	$(call tool,ruff,format --check .)
@@ -54,6 +65,9 @@ format: setup
 
 docs: setup
 	$(PY) tools/refresh_docs.py
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # A .venv has every tool. A system Python may not: that is said, and the tests still run.
 ifeq ($(VENV),system)

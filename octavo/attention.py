@@ -25,7 +25,9 @@ class Attention:
 
     Args:
         spec: what is computed.
-        max_batch, max_query_tokens, max_context: most sequences and query rows of a call, and tokens of a sequence.
+        max_batch: most sequences of a call.
+        max_query_tokens: most query rows of a call.
+        max_context: most tokens of a sequence.
         device: where; also names the rules to choose by.
         workspace: another Attention's `workspace` to share, uint8 and at least `workspace_bytes` long; None: its own.
         backend: a backend's name, which then runs or is refused; None: the first that may.

@@ -225,7 +225,8 @@ def mqa_logits(
 
     Args:
         q: e4m3 [S, H, D]; k: e4m3 [T, D]; k_scale: fp32 [T]; weights: fp32 [S, H] (`fold_query_scale`).
-        starts, ends: int32 [S]; a range is cut to the keys, and empty where ends <= starts.
+        starts: int32 [S]; where a row's range begins, which is cut to the keys.
+        ends: int32 [S]; where it ends; it is empty where ends <= starts.
         out: fp32 or bf16 [S, >= T] to write into, any width where compressed; None allocates.
         fill: written where a row sees no key; None leaves `out` alone there (unset memory where it is allocated).
         compressed: column t - starts[i] instead of t, so that a row is as wide as its range. Columns beyond out's width

@@ -11,6 +11,7 @@ tensor, and compute-sanitizer sees what they do not.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import sys
@@ -120,13 +121,18 @@ def fenced_cache(spec: AttentionSpec, pages: int, seed: int, fenced: Fenced) -> 
 
 
 @st.composite
-def attention_calls(draw: st.DrawFn, specs: st.SearchStrategy[AttentionSpec] | None = None) -> dict[str, Any]:
-    """Fields of a call whose metadata is of any value, starts in order sometimes."""
-    batch, width, rows = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 20))
+def attention_calls(
+    draw: st.DrawFn, specs: st.SearchStrategy[AttentionSpec] | None = None, least: int = 1
+) -> dict[str, Any]:
+    """Fields of a call whose metadata is of any value, starts in order sometimes.
+
+    least: pages of the pool and of a table's row, for 1 of which a GPU would compile a kernel more.
+    """
+    batch, width, rows = draw(st.integers(0, 4)), draw(st.integers(least, 4)), draw(st.integers(least, 20))
     starts = draw(starts_of(batch, rows + 3))
     return {
         "spec": draw(specs or small_specs()),
-        "pages": draw(st.integers(1, 5)),
+        "pages": draw(st.integers(least, 5)),
         "rows": rows,
         "seq_lens": draw(metadata(batch)),
         "page_table": [draw(metadata(width)) for _ in range(batch)],
@@ -175,9 +181,9 @@ def run_attention(case: dict[str, Any], device: str) -> None:
 
 
 @st.composite
-def append_calls(draw: st.DrawFn) -> dict[str, Any]:
+def append_calls(draw: st.DrawFn, specs: st.SearchStrategy[AttentionSpec] | None = None) -> dict[str, Any]:
     rows = draw(st.integers(1, 40))
-    spec = draw(small_specs())
+    spec = draw(specs or small_specs())
     pages = draw(st.integers(1, 3))
     near = st.integers(-2, pages * spec.page_size + 2)
     slots = draw(st.lists(ids(64) | near, min_size=rows, max_size=rows))
@@ -202,13 +208,17 @@ def run_append(case: dict[str, Any], device: str) -> None:
 
 
 @st.composite
-def indexer_calls(draw: st.DrawFn) -> dict[str, Any]:
-    batch, n, keys = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 200))
-    width = draw(st.integers(1, 3))
+def indexer_calls(draw: st.DrawFn, shapes: tuple[tuple[int, int, int, int], ...] | None = None) -> dict[str, Any]:
+    """shapes: (heads, head_dim, page size, rows a sequence) to choose from, where each is compiled; None: any."""
+    any_shape = st.tuples(
+        st.integers(1, 64), st.sampled_from((64, 128)), st.sampled_from((16, 32, 64, 128)), st.integers(1, 4)
+    )
+    heads, dim, page_size, n = draw(any_shape if shapes is None else st.sampled_from(shapes))
+    batch, keys, width = draw(st.integers(1, 4)), draw(st.integers(1, 200)), draw(st.integers(1, 3))
     return {
-        "page_size": draw(st.sampled_from((16, 32, 64, 128))),
-        "dim": draw(st.sampled_from((64, 128))),
-        "heads": draw(st.integers(1, 64)),
+        "page_size": page_size,
+        "dim": dim,
+        "heads": heads,
         "pages": draw(st.integers(1, 4)),
         "scales": draw(st.sampled_from(("fp32", "pow2", "ue8m0"))),
         "seq_lens": draw(st.lists(metadata(n), min_size=batch, max_size=batch)),
@@ -225,10 +235,12 @@ def indexer_calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def run_indexer(case: dict[str, Any], device: str) -> None:
+def run_indexer(case: dict[str, Any], device: str, logits: str = "triton") -> None:
+    """logits: the backend of both forms of logits."""
     from octavo.kernels.triton.index_append import index_append
-    from octavo.kernels.triton.mqa_logits import mqa_logits, paged_mqa_logits
     from octavo.kernels.triton.topk import topk_indices
+
+    module = importlib.import_module(f"octavo.kernels.{logits}.mqa_logits")
 
     fenced, dim, heads, keys = Fenced(device), case["dim"], case["heads"], case["keys"]
     lens = torch.tensor(case["seq_lens"], dtype=torch.int32)
@@ -243,13 +255,13 @@ def run_indexer(case: dict[str, Any], device: str) -> None:
     out = fenced(torch.zeros(rows, case["max_context"]))
     table = fenced(torch.tensor(case["page_table"], dtype=torch.int32))
     given = fenced(lens if case["a_row"] else lens[:, 0])
-    paged_mqa_logits(PagedLogitsCall(q, cache, weights, given, table, case["max_context"], out, case["fill"]))
+    module.paged_mqa_logits(PagedLogitsCall(q, cache, weights, given, table, case["max_context"], out, case["fill"]))
     wide = fenced(torch.zeros(rows, max(1, keys // 2) if case["compressed"] else keys))
     ranges = [fenced(torch.tensor(case[name], dtype=torch.int32)) for name in ("starts", "ends")]
     run = fenced(random_bytes((keys, dim), torch.float8_e4m3fn, 4))
     scale = fenced(torch.rand(keys))
     flat = q.view(rows, heads, dim)
-    mqa_logits(LogitsCall(flat, run, scale, weights, *ranges, wide, case["fill"], case["compressed"]))
+    module.mqa_logits(LogitsCall(flat, run, scale, weights, *ranges, wide, case["fill"], case["compressed"]))
     chosen = fenced(torch.zeros(rows, case["k"], dtype=torch.int32))
     topk_indices(out, fenced(lens.reshape(-1)), chosen)
     assert bool(((chosen >= -1) & (chosen < out.shape[1])).all())

@@ -190,6 +190,16 @@ def test_every_spec_is_planned_or_refused(fields, device, backend):
     assert time.thread_time() - started < 0.05
 
 
+@some(30)
+@given(fuzz.examples(st.sampled_from(fuzz.GPU_SPECS)))
+def test_pools_and_tables_are_of_the_size_that_is_asked_for(example):
+    """What a GPU compiles for; the tokens, and so the results, are those of the plain batch."""
+    plain, wide = example.batch("cpu"), example.batch("cpu", 16)
+    assert wide.page_table.shape[1] % 16 == 0 == wide.cache.num_pages % 16
+    assert wide.seq_lens.equal(plain.seq_lens) and wide.query_starts.equal(plain.query_starts)
+    assert wide.q.shape == plain.q.shape
+
+
 def reference_batch(**changes):
     spec = AttentionSpec(4, 2, 64, lse=True, layout="nhd", page_size=16, **changes)
     return make_batch(spec, [100, 7], [1, 5])

@@ -132,13 +132,12 @@ def _sequence(
     begin = first_token(spec, length - rows)
     k, v, live = gather(spec, batch.cache.bytes(), batch.page_table[index], begin, length, double)
     q = _query(batch, span).view(rows, heads, group, spec.head_dim).permute(1, 0, 2, 3)
-    k, v = k[:, None], v[:, None]  # [heads, 1, n, dim]: rows are broadcast
     positions = torch.arange(length - rows, length, device=k.device)
     visible = live & visible_tokens(spec, positions, torch.arange(begin, length, device=k.device))
     visible = visible[None, :, None]  # [1, rows, 1, n]
-    s = q @ k.transpose(2, 3) * spec.scale
-    sizes = q.abs() @ k.abs().transpose(2, 3)
-    peaks = q.abs().amax(-1, keepdim=True) * k.abs().sum(-1)[:, :, None]
+    s = _product(q, k.transpose(1, 2)) * spec.scale
+    sizes = _product(q.abs(), k.abs().transpose(1, 2))
+    peaks = q.abs().amax(-1, keepdim=True) * k.abs().sum(-1)[:, None, None]
     off = spec.scale * ((rounding.query + rounding.score) * sizes + rounding.query_floor * peaks)
     off = off + rounding.score_floor + rounding.scaled * s.abs()
     if spec.softcap is not None:
@@ -161,11 +160,11 @@ def _sequence(
     up = (p * spread.exp()).clamp_max(1.0)
     least = torch.maximum(p * (-spread).exp(), 1 - (up.sum(-1, keepdim=True) - up)).minimum(p)
     change = torch.maximum(up - p, p - least)
-    c = _value_scales(batch, index, begin, length, v.shape[2])  # [heads, 1, n]
-    floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c[..., None]).sum(2, keepdim=True)
-    error = (change + (rounding.weight + rounding.product) * up) @ v.abs() + rounding.weight_floor * floor
-    error = error + 16 * STEPS * ((p + up) @ v.abs())
-    exact = p @ v
+    c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]
+    floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c.transpose(1, 2)).sum(1)[:, None, None]
+    errs = change + (rounding.weight + rounding.product) * up + 16 * STEPS * (p + up)
+    error = _product(errs, v.abs()) + rounding.weight_floor * floor
+    exact = _product(p, v)
 
     def placed(x: torch.Tensor, otherwise: float) -> torch.Tensor:
         x = torch.where(sees[..., None], x, otherwise)
@@ -175,6 +174,12 @@ def _sequence(
     for side, sign in enumerate((-1, 1)):
         out[side, span] = placed(exact + sign * error, 0.0)
         lse[side, span] = placed(norm + sign * lse_error, float("-inf"))[..., 0]
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [heads, rows, group, m] times y [heads, m, n]; one product a head, not one a row."""
+    heads, rows, group, m = x.shape
+    return (x.reshape(heads, rows * group, m) @ y).view(heads, rows, group, y.shape[2])
 
 
 def _query(batch: Batch, span: slice) -> torch.Tensor:

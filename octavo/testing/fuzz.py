@@ -93,12 +93,19 @@ class Example:
             "max_query_len": longest if self.told == "rows" else None,
         }
 
-    def batch(self, device: str) -> Batch:
-        """Its tensors; every byte that no live token owns is NaN."""
+    def batch(self, device: str, multiple: int = 1) -> Batch:
+        """Its tensors; every byte that no live token owns is NaN.
+
+        multiple: of the pool's pages and of the page table's width. A GPU compiles a kernel for numbers that are
+        multiples of 16 and another for those that are not; 16 leaves the choice to rows and sequences alone.
+        """
         spec, generator = self.spec, torch.Generator().manual_seed(self.seed)
         sequences = (*self.decodes, *self.prefills)
         lens, rows = [n for n, _ in sequences], [n for _, n in sequences]
-        table, num_pages = page_table_for(lens, spec.page_size, generator)
+        live = sum(-(-n // spec.page_size) for n in lens)
+        table, num_pages = page_table_for(lens, spec.page_size, generator, 3 + -(live + 3) % multiple)
+        beyond = torch.randint(0, len(GARBAGE), (len(lens), -table.shape[1] % multiple), generator=generator)
+        table = torch.cat([table, torch.tensor(GARBAGE, dtype=torch.int32)[beyond]], 1)
         if self.shared:
             for row, length in enumerate(lens):
                 pages = min(-(-length // spec.page_size), -(-lens[0] // spec.page_size))

@@ -10,6 +10,7 @@ cache: sampled rows are compared with attention in float64 over the tokens' keys
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ VOCABULARY = 509
 GARBAGE = (-1, 2**31 - 1, -(2**31), 10**6)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sequence: its tokens, how many of them the caches hold, its pages, how long it shall become."""
 
@@ -93,9 +94,9 @@ class Buffers:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def write(self, **values: Any) -> None:
-        """Copy host lists into the front of the buffers."""
+        """Copy host lists or tensors into the front of the buffers."""
         for name, value in values.items():
-            source = torch.tensor(value, dtype=getattr(self, name).dtype)
+            source = torch.as_tensor(value, dtype=getattr(self, name).dtype)
             if source.numel():
                 target = getattr(self, name)
                 part = target[: source.shape[0], : source.shape[1]] if source.dim() == 2 else target[: len(source)]
@@ -123,7 +124,8 @@ class Storm:
         backend: str | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.draw = random.Random(seed)
+        self.draw, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.garbage = torch.tensor((*GARBAGE, 0, 7), dtype=torch.int32)
         self.max_batch, self.max_context, self.page = max_batch, max_context, specs[0].page_size
         self.rows = min(spec.max_query_len for spec in specs)
         self.prompt_rows = 4 * self.page
@@ -168,6 +170,9 @@ class Storm:
     def _compute(self, buffers: Buffers, batch: int, rows: int, num_decodes: int | None, longest: int | None) -> None:
         """Plan, append and run of every layer over the front of `buffers`: what a graph holds."""
         for layer, out in zip(self.layers, self.outputs, strict=True):
+            tokens = buffers.tokens[:rows]
+            q, k, v = layer.q[tokens], layer.k[tokens], layer.v[tokens]
+            before = self._allocations()
             layer.attention.plan(
                 buffers.seq_lens[:batch],
                 buffers.page_table[:batch],
@@ -175,9 +180,15 @@ class Storm:
                 num_decodes=num_decodes,
                 max_query_len=longest,
             )
-            tokens = buffers.tokens[:rows]
-            layer.cache.append(layer.k[tokens], layer.v[tokens], buffers.slots[:rows])
-            layer.attention.run(layer.q[tokens], layer.cache, out=out[:rows])
+            layer.cache.append(k, v, buffers.slots[:rows])
+            layer.attention.run(q, layer.cache, out=out[:rows])
+            assert self._allocations() == before, "plan, append or run allocated"
+
+    def _allocations(self) -> int:
+        """How often torch allocated on the GPU so far."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.memory_stats_as_nested_dict(self.device)["allocation"]["all"]["allocated"]
 
     def capture(self, sizes: list[int]) -> None:
         """Make a graph for each batch size, the largest first, over rows that are all padding."""
@@ -204,6 +215,9 @@ class Storm:
 
     def _tokens(self, count: int) -> list[int]:
         return [self.draw.randrange(VOCABULARY) for _ in range(count)]
+
+    def _draws(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, len(self.garbage), shape, generator=self.generator)
 
     def _arrive(self) -> None:
         while len(self.waiting) < 4 and self.draw.random() < 0.7:
@@ -260,8 +274,12 @@ class Storm:
     def _step(self, step: int, sampled: int) -> None:
         if self.draw.random() < 0.02:
             self._preempt(self.draw.choice(self.running))
-        for request in list(self.running):
-            while request in self.running and not self._room(request, len(request.tokens) + self.rows):
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            if self._room(request, len(request.tokens) + self.rows):
+                index += 1
+            else:
                 self._preempt(self.running[-1])
         decoding = [r for r in self.running if len(r.tokens) - r.computed == 1]
         prompts = [r for r in self.running if len(r.tokens) - r.computed > 1]
@@ -296,7 +314,7 @@ class Storm:
         shares.append((prompt, prompt.computed, prompt.tokens[prompt.computed : prompt.computed + count]))
         rows = self._fill(self.mixed_buffers, shares, len(shares))
         known = self.draw.random() < 0.5
-        with self._on_stream(1):
+        with self._on_stream(1), _no_synchronisation(self.device):
             longest = max(count, 1) if known else None
             decodes = len(decoding) if known and count > self.rows else None
             self._compute(self.mixed_buffers, len(shares), rows, decodes, longest)
@@ -305,12 +323,13 @@ class Storm:
 
     def _fill(self, buffers: Buffers, shares: list[tuple[Request, int, list[int]]], batch: int) -> int:
         """Write a step's metadata; sequences beyond the live ones are padding of any kind. Returns the rows."""
-        lens, starts, table, slots, tokens = [], [0], [], [], []
-        for request, begin, new in shares:
+        lens, starts, slots, tokens = [], [0], [], []
+        table = self.garbage[self._draws(batch, self.width)].numpy()
+        for row, (request, begin, new) in enumerate(shares):
             lens.append(begin + len(new))
             starts.append(starts[-1] + len(new))
-            stale = [self.draw.choice(GARBAGE) for _ in range(self.width - len(request.pages))]
-            table.append([*request.pages[: self.width], *stale])
+            pages = request.pages[: self.width]
+            table[row, : len(pages)] = pages
             at = range(begin, begin + len(new))
             slots += [request.pages[t // self.page] * self.page + t % self.page for t in at]
             tokens += new
@@ -319,10 +338,11 @@ class Storm:
         for _ in range(batch - len(shares)):
             lens.append(self.draw.choice((0, 0, 1)))
             starts.append(starts[-1] if lens[-1] == 0 else min(starts[-1] + 1, padded_rows))
-            table.append([self.draw.choice((*GARBAGE, 0, 7)) for _ in range(self.width)])
         slots += [-1] * (padded_rows - rows)
         tokens += [0] * (padded_rows - rows)
-        buffers.write(seq_lens=lens, query_starts=starts, page_table=table, slots=slots, tokens=tokens)
+        buffers.write(
+            seq_lens=lens, query_starts=starts, page_table=torch.from_numpy(table), slots=slots, tokens=tokens
+        )
         return rows
 
     def _check(self, step: int, shares: list[tuple[Request, int, list[int]]], sampled: int) -> None:
@@ -396,3 +416,39 @@ def _no_synchronisation(device: torch.device) -> Any:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def trial(steps: int, backend: str | None = None, device: str = "cuda") -> dict[str, Any]:
+    """The storm as a GPU runs it: two models of other heads and head_dim, graphs of 256 to 1 sequences; what happened.
+
+    Memory is read every 1,000 steps, after 500 that fill what is filled once.
+    """
+    specs = [
+        AttentionSpec(8, 2, 128, max_query_len=2),
+        AttentionSpec(8, 1, 64, max_query_len=2, window=700, precision="exact"),
+    ]
+    started = time.perf_counter()
+    storm = Storm(specs, device, pages=6000, max_batch=256, max_context=3000, seed=7, backend=backend)
+    storm.capture(list(range(1, 257)))
+    storm.run(500, check_every=5, sampled=2)
+    memory: list[int] = []
+    done = 500
+    while done < steps:
+        memory.append(torch.cuda.memory_allocated(device))
+        count = min(1000, steps - done)
+        storm.run(count, check_every=5, sampled=2)
+        torch.cuda.synchronize(device)
+        done += count
+    memory.append(torch.cuda.memory_allocated(device))
+    return {
+        "backends": [
+            {phase: layer.attention.choice.phase(phase).backend for phase in ("prefill", "decode")}
+            for layer in storm.layers
+        ],
+        "specs": [spec.as_dict() for spec in specs],
+        "steps": done,
+        "counts": storm.tally.counts,
+        "worst_row_error": storm.tally.worst,
+        "bytes_allocated": sorted(set(memory)),
+        "seconds": round(time.perf_counter() - started, 1),
+    }

@@ -16,6 +16,7 @@ from ..backends import BACKENDS
 from ..cache import PagedCache
 from ..choose import choose
 from ..errors import Unsupported
+from ..indexer_backends import INDEXER_BY_NAME
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec
 from . import indexer_support
@@ -92,6 +93,7 @@ def checks(device: torch.device, quick: bool = False, backend: str | None = None
         Check(op, label, name, lambda of=of, name=name: of(None if name == CHOSEN else name, device))
         for op, label, of in indexer_support.cells(quick)
         for name in backend_names(backend)
+        if name == CHOSEN or name in INDEXER_BY_NAME  # one of attention alone has no part in it
     ]
 
 

@@ -1,6 +1,7 @@
-"""Fuzz on a GPU: 10,000 examples over every backend in one process, then metadata of any value between canaries.
+"""Fuzz on a GPU: 10,000 examples over every backend, then metadata of any value between canaries.
 
-Specs are those of `fuzz.GPU_SPECS`, so that few kernels are compiled. Run the second half under compute-sanitizer too.
+Specs are those of `fuzz.GPU_SPECS`, so that few kernels are compiled. Each example's cache is held to the reference's,
+bit for bit, and each result to `bounds`, computed on the CPU. Run the second half under compute-sanitizer too.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import hostile_cases
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from octavo import Attention, AttentionSpec, Unsupported, choose
-from octavo.backends import BY_NAME
+from octavo.backends import BY_NAME, WRITTEN
+from octavo.cache import PagedCache
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.testing import bounds, fuzz
@@ -27,76 +30,112 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
 ]
 
-EXAMPLES, SECONDS = 10_000, 420
-HOSTILE = 400
+HOPPER = Device.named("h200")
+EXAMPLES, PARTS = 10_000, 8
+SECONDS = 480  # of a part, of which the first examples compile what the others run
+HOSTILE, HOSTILE_PARTS = 400, 8
+INDEXER_SHAPES = ((64, 128, 64, 1), (32, 128, 64, 2), (16, 64, 32, 3), (128, 128, 128, 4))
 BACKENDS = [name for name in BY_NAME if name != "reference"]
 COMMON = {"deadline": None, "print_blob": True, "database": None, "suppress_health_check": list(HealthCheck)}
 SPECS = st.sampled_from(fuzz.GPU_SPECS)
+SPECS_OF = {
+    "triton": SPECS,
+    "gluon": st.sampled_from([spec for spec in fuzz.GPU_SPECS if not BY_NAME["gluon"].reasons(spec, HOPPER, "decode")]),
+}
+Kept = dict[tuple[AttentionSpec, str], Attention]
+KEPT: Kept = {}  # one Attention for each spec and backend of this process, whose workspace holds what was there before
 
 
-def backends_of(spec: AttentionSpec) -> list[str | None]:
-    """The backends that may run both phases, then what is chosen where none is named."""
-    found: list[str | None] = []
-    for name in [*BACKENDS, None]:
+def attentions(spec: AttentionSpec) -> list[Attention]:
+    """An Attention of every backend that may run both phases, and of what is chosen where that is another pair."""
+    found: dict[tuple[str, str], Attention] = {}
+    for name in [*BACKENDS, "auto"]:
         try:
-            choose(spec, "cuda", name)
+            choice = choose(spec, "cuda", None if name == "auto" else name)
         except Unsupported:
             continue
-        found.append(name)
-    return found
+        if (spec, name) not in KEPT:
+            most = {"max_batch": 8, "max_query_tokens": 1024, "max_context": 2048}
+            KEPT[spec, name] = Attention(spec, **most, device="cuda", backend=None if name == "auto" else name)
+            KEPT[spec, name].workspace.fill_(0xFF)
+        found.setdefault((choice.prefill.backend, choice.decode.backend), KEPT[spec, name])
+    return list(found.values())
 
 
-def test_attention():
-    """One Attention for each spec and backend, whose workspace holds what the example before left."""
-    device, kept, counts = Device.detect("cuda"), {}, collections.Counter()
+def cache_faults(there: PagedCache, here: PagedCache) -> list[str]:
+    """Where what the GPU appended is not, bit for bit, what the reference did."""
+    pairs = {name: (getattr(there, name), getattr(here, name)) for name in ("k", "v", "k_scale", "v_scale")}
+    return [name for name, (a, b) in pairs.items() if a is not None and not torch.equal(as_bytes(a), as_bytes(b))]
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_attention(part):
+    """In one process the parts run one after the other over the same workspaces; `pytest -n` runs them side by side."""
+    device, counts = Device.detect("cuda"), collections.Counter()
     started = time.perf_counter()
 
-    @settings(max_examples=EXAMPLES, derandomize=True, **COMMON)
+    @seed(part)
+    @settings(max_examples=EXAMPLES // PARTS, **COMMON)
     @given(fuzz.examples(SPECS, most_tokens=600, most_rows=150))
     def check(example: fuzz.Example) -> None:
         if time.perf_counter() - started > SECONDS:
             return
-        batch, spec, told = example.batch("cuda"), example.spec, example.plan["num_decodes"]
-        for name in backends_of(spec):
-            if (spec, name) not in kept:
-                most = {"max_batch": 8, "max_query_tokens": 1024, "max_context": 2048}
-                kept[spec, name] = Attention(spec, **most, device="cuda", backend=name)
-                kept[spec, name].workspace.fill_(0xFF)
-            attention = kept[spec, name]
-            out = batch.run(attention=attention, **example.plan)
+        there, here, told = example.batch("cuda", 16), example.batch("cpu", 16), example.plan["num_decodes"]
+        if example.shared:  # several sequences wrote to the same slots: whose bytes stay is not said
+            for name in ("k", "v", "k_scale", "v_scale"):
+                if (to := getattr(here.cache, name)) is not None:
+                    to.copy_(getattr(there.cache, name))
+        assert cache_faults(there.cache, here.cache) == []
+        for attention in attentions(example.spec):
+            out = there.run(attention=attention, **example.plan)
+            here.lse = None if there.lse is None else there.lse.cpu()
             of = attention.choice.prefill.backend, attention.choice.decode.backend
-            assert bounds.faults(batch, out, of, device, told) == [], of
+            assert bounds.faults(here, out.cpu(), of, device, told) == [], of
             counts[of] += 1
         counts["examples"] += 1
 
     check()
-    print(dict(counts), f"{time.perf_counter() - started:.0f} s")
-    assert counts["examples"] >= EXAMPLES, f"only {counts['examples']} examples in {SECONDS} s"
+    print(part, dict(counts), f"{time.perf_counter() - started:.0f} s")
+    assert counts["examples"] >= EXAMPLES // PARTS, f"only {counts['examples']} examples in {SECONDS} s"
 
 
-@pytest.mark.parametrize("name", [name for name in hostile_cases.CASES if name in ("append", "indexer")])
-def test_kernels_stay_in_their_memory(name):
-    strategy, run = hostile_cases.CASES[name]
+def hostile(part: int, strategy: st.SearchStrategy[Any], run: Callable[[Any], None]) -> None:
+    """Some examples of `strategy`; a wild write shows in the canaries, a wild read where no memory is."""
 
-    @settings(max_examples=HOSTILE // 8, derandomize=True, **COMMON)
-    @given(strategy())
+    @seed(part)
+    @settings(max_examples=HOSTILE // HOSTILE_PARTS, **COMMON)
+    @given(strategy)
     def check(case: Any) -> None:
-        run(case, "cuda")
+        run(case)
         torch.cuda.synchronize()
 
     check()
 
 
+@pytest.mark.parametrize("part", range(HOSTILE_PARTS))
+def test_append_stays_in_its_memory(part):
+    hostile(part, hostile_cases.append_calls(SPECS), lambda case: hostile_cases.run_append(case, "cuda"))
+
+
+@pytest.mark.parametrize("part", range(HOSTILE_PARTS))
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if "mqa_logits" in WRITTEN[name]])
+def test_the_indexer_stays_in_its_memory(backend, part):
+    strategy = hostile_cases.indexer_calls(INDEXER_SHAPES)
+    hostile(part, strategy, lambda case: hostile_cases.run_indexer(case, "cuda", backend))
+
+
+@pytest.mark.parametrize("part", range(HOSTILE_PARTS))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_stays_in_its_memory(backend):
-    @settings(max_examples=HOSTILE, derandomize=True, **COMMON)
-    @given(hostile_cases.attention_calls(SPECS))
-    def check(case: dict[str, Any]) -> None:
+def test_attention_stays_in_its_memory(backend, part):
+    def run(case: dict[str, Any]) -> None:
         with contextlib.suppress(Unsupported):
             run_hostile(case, backend)
-        torch.cuda.synchronize()
 
-    check()
+    hostile(part, hostile_cases.attention_calls(SPECS_OF[backend], least=2), run)
 
 
 def run_hostile(case: dict[str, Any], backend: str) -> None:
@@ -113,7 +152,7 @@ def run_hostile(case: dict[str, Any], backend: str) -> None:
     workspace = fenced(torch.full((size,), 0xFF, dtype=torch.uint8))
     attention = Attention(spec, **bounds_of, device="cuda", workspace=workspace, backend=backend)
     cache = hostile_cases.fenced_cache(spec, case["pages"], case["seed"], fenced)
-    before = cache.memory.k_pool.clone()
+    before = [as_bytes(pool) for pool in (cache.k, cache.v)]
     lens, starts = (fenced(torch.tensor(case[name], dtype=torch.int32)) for name in ("seq_lens", "query_starts"))
     plan = {name: case[name] for name in ("num_decodes", "max_query_len")}
     attention.plan(lens, fenced(table), starts, **plan)
@@ -127,4 +166,4 @@ def run_hostile(case: dict[str, Any], backend: str) -> None:
     }
     attention.run(q, cache, out=out, **given_to_run)
     fenced.check()
-    assert torch.equal(cache.memory.k_pool, before)
+    assert all(torch.equal(as_bytes(pool), was) for pool, was in zip((cache.k, cache.v), before, strict=True))

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..constants import CompileTime
+from ._names import reinterpret
 from ._rows import place_of, row_of, span
 
 FILL_COLUMNS = gl.constexpr(512)
@@ -164,7 +165,7 @@ def split_weights(w_rows, w_smem, c: gl.constexpr):
     HEADS: gl.constexpr = c.heads
     layout: gl.constexpr = gl.BlockedLayout([1, HEADS // 16], [2, 16], [4, 1], [1, 0])
     term = gl.expand_dims(gl.arange(0, TERMS, layout=gl.SliceLayout(1, layout)), 1)
-    flat = w_rows._reinterpret(gl.float32, [c.weight_rows, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat = reinterpret(w_rows, gl.float32, [c.weight_rows, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for r in gl.static_range(ROWS):
         w = gl.expand_dims(flat.index(r).load(gl.SliceLayout(0, layout)), 0)
         hi = w.to(gl.bfloat16)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ._names import async_load, reinterpret
 
 # ---- layouts of four warps; [M, N] is a wgmma accumulator, [M, N / 2] what its pairs are added to
 
@@ -176,7 +178,7 @@ def store_leaf_pairs(p, p_smem, PAGE: gl.constexpr):
     hi, lo = split_fp8(p)
     x = gl.reshape(gl.join(hi, lo), [T // PAGE, PAGE // 16, 2, 4, 2, C, 2])  # page, 16s, b3, b2 b1, b0, column, term
     x = gl.reshape(gl.permute(x, (0, 5, 6, 1, 3, 2, 4)), [T // PAGE * 2 * C, PAGE])
-    rows = p_smem._reinterpret(gl.float8e4nv, [T // PAGE * 2 * C, PAGE], p_smem.layout)
+    rows = reinterpret(p_smem, gl.float8e4nv, [T // PAGE * 2 * C, PAGE], p_smem.layout)
     rows.store(gl.convert_layout(x, leaf_words_layout(T, 2 * C, PAGE)))
 
 
@@ -187,7 +189,7 @@ def zero_dead_tokens(v_page, begin, end, DV: gl.constexpr, PAGE: gl.constexpr):
     Stale bytes may be NaN, and 0 x NaN is NaN. fence_async_shared is due before the tensor cores read it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // PAGE, PAGE // 16], [4, 1], [1, 0])
-    words = v_page._reinterpret(gl.int32, [DV, PAGE // 4], gl.NVMMASharedLayout(PAGE, 32, 2))
+    words = reinterpret(v_page, gl.int32, [DV, PAGE // 4], gl.NVMMASharedLayout(PAGE, 32, 2))
     word = gl.arange(0, PAGE // 4, layout=gl.SliceLayout(0, layout))
     token = word // 4 * 16 + word % 4 * 2  # a word holds tokens t, t+1, t+8, t+9
     keep = gl.where((token >= begin) & (token < end), 0xFF, 0)
@@ -220,7 +222,7 @@ def copy_page(desc, slots, page, head, bar, at, STEP: gl.constexpr, PANELS: gl.c
     """
     for panel in gl.static_range(PANELS):
         slot = slots.index(at + panel * STEP)
-        tma.async_copy_global_to_shared(desc, [page, head, 0, panel * 128], bar, slot)
+        async_load(desc, [page, head, 0, panel * 128], bar, slot)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import _pipeline as pipe
+from ._names import thread_barrier
 from ._prefill_steps import EXACT_BITS, LOWEST, as_column, as_rows
 from ._prefill_tiles import COUNTER, END_ROW, FIRST_ROW, HEAD, PART, PARTS, ROWS, SLOT, V_SCALE, get
 from ._results import LN2, LOG2E, NOTHING
@@ -50,7 +51,7 @@ def finish_tile(
             gl.store(at + i * c.piece, o[i] * as_column(inverse, OUT))
         gl.store(memory.lse + slot * ROWS + rows, gl.convert_layout(lse, R, assert_trivial=True))
         counter = schedule.counters + 2 * get(ints, count, COUNTER) + WHICH
-        gl.thread_barrier()
+        thread_barrier()
         if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             gl.store(counter, 0)  # for the next layer
             merge(parts, count, ints, floats, output, memory, WHICH, c)

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from . import _pipeline as pipe
+from ._names import async_load, reinterpret
 from ._results import head_scale
 from .prefill_plan import ENTRY
 
@@ -139,7 +140,7 @@ def produce(
     ints, floats = record
     PAGES: gl.constexpr = c.pages
     STEP: gl.constexpr = c.rows_zeroed
-    v_words = v_pages._reinterpret(gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
+    v_words = reinterpret(v_pages, gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
                                    gl.NVMMASharedLayout(c.page, 32, 2))  # fmt: skip
     programs = gl.num_programs(0)
     total = gl.load(schedule.memory) * c.heads
@@ -191,7 +192,7 @@ def produce(
             mbarrier.expect(q_full, 2 * ROWS * c.dim * c.query_bits // 8)
             for g in gl.static_range(2):
                 row = first_row + g * (ROWS // c.pack)
-                tma.async_copy_global_to_shared(q_desc, [row, head * c.pack, 0], q_full, q_in.index(g))
+                async_load(q_desc, [row, head * c.pack, 0], q_full, q_in.index(g))
             # One block of keys more, read by nobody, so that the consumers may always start the next product.
             for i in range(high - low + 1):
                 block = gl.maximum(high - 1 - i, low)

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import _pipeline as pipe
+from ._names import thread_barrier
 from .plan import active_programs, counters_at, parts_at, short_at, starts_at
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -152,7 +153,7 @@ def merge_if_last(item, parts, first, within, batch, schedule, output, memory, c
     """Count this program's part of an item as done; the program that does the last part merges them all, in order."""
     b, head, first_row, rows, first_unit = item
     counter = counters_at(schedule) + b * schedule.heads + head
-    gl.thread_barrier()
+    thread_barrier()
     if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
         gl.store(counter, 0)  # for the next layer
         merge(item, parts, first, within, batch, output, memory, c)

@@ -34,6 +34,7 @@ from ...formats import TORCH_DTYPES
 from ...layouts import Strides
 from ...spec import AttentionSpec
 from . import _pipeline as pipe
+from ._names import reinterpret, thread_barrier
 from ._results import (
     NOTHING,
     Output,
@@ -218,7 +219,7 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
             gdc_launch_dependents()
             factor = load_query(head, first_row, rows, batch, query, q_smem, COLUMNS, c)
             fence_async_shared()
-            gl.thread_barrier()  # here, or the compiler puts it into the loop
+            thread_barrier()  # here, or the compiler puts it into the loop
             _, _, row, there = column_rows(j, head, first_row, rows, batch, c)
             limit = gl.expand_dims(gl.where(there, length - rows + 1 + row, 0), 0)  # a row sees tokens below it
             item = (b, head, first_row, rows, first_unit)
@@ -297,8 +298,8 @@ def decode_kernel(k_desc, v_desc, pools, batch, schedule, query, output, parts_m
     # TMA sees pages, wgmma tiles: the pages of a stage are one tile of K
     k_pages = gl.allocate_shared_memory(FP8, [c.stages * c.panels * c.pages, 1, 1, c.page, c.panel], k_desc.layout)
     v_pages = gl.allocate_shared_memory(FP8, [c.stages * c.pages, 1, 1, c.dim_v, c.page], v_desc.layout)
-    k_tiles = k_pages._reinterpret(FP8, [c.stages, c.tile, c.dim_padded], ROWS_K)
-    v_tiles = v_pages._reinterpret(FP8, [c.stages * c.pages, c.dim_v, c.page], ROWS_V)
+    k_tiles = reinterpret(k_pages, FP8, [c.stages, c.tile, c.dim_padded], ROWS_K)
+    v_tiles = reinterpret(v_pages, FP8, [c.stages * c.pages, c.dim_v, c.page], ROWS_V)
     q_smem = gl.allocate_shared_memory(FP8, [N, c.dim_padded], ROWS_K)
     p_smem = gl.allocate_shared_memory(FP8, [c.pages, N, c.page], ROWS_V)
     exchange = gl.allocate_shared_memory(gl.float32, [4, c.columns], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))

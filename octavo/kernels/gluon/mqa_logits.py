@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -53,6 +52,7 @@ from ._logits import (
     relu_bf16,
     split_weights,
 )
+from ._names import async_load, reinterpret, thread_barrier
 from ._rows import Rows, block_tiles, nth_block, part, place_of, row_of, share, span
 
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -86,10 +86,10 @@ def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, nth, before
             mbarrier.wait(q_empty.index(q_stage), ((segment // c.query_stages) & 1) ^ 1)
             mbarrier.expect(bar, c.query_bytes)
             row = row_of(block, c)
-            tma.async_copy_global_to_shared(w_desc, [row, 0], bar, w_rows.index(q_stage))
+            async_load(w_desc, [row, 0], bar, w_rows.index(q_stage))
             for u in gl.static_range(PASSES):
                 to = q_smem.index(q_stage * PASSES + u)
-                tma.async_copy_global_to_shared(q_desc, [row * c.heads + u * c.columns, 0], bar, to)
+                async_load(q_desc, [row * c.heads + u * c.columns, 0], bar, to)
             for i in range(n):
                 token = (first + skipped + i) * c.tile
                 bar = full.index(stage)
@@ -103,8 +103,8 @@ def produce(q_desc, w_desc, k_desc, s_desc, rows, table, start, end, nth, before
                     if c.paged:
                         offset = offset % c.page
                     at = stage * BOXES + g
-                    tma.async_copy_global_to_shared(k_desc, [pages[g], offset, 0], bar, k_boxes.index(at))
-                    tma.async_copy_global_to_shared(s_desc, [pages[g], offset], bar, s_boxes.index(at))
+                    async_load(k_desc, [pages[g], offset, 0], bar, k_boxes.index(at))
+                    async_load(s_desc, [pages[g], offset], bar, s_boxes.index(at))
                 stage += 1
                 phase = gl.where(stage == c.stages, phase ^ 1, phase)
                 stage = gl.where(stage == c.stages, 0, stage)
@@ -194,7 +194,7 @@ def consume(rows, table, output, start, end, nth, before,
             mbarrier.wait(q_full.index(q_stage), (segment // c.query_stages) & 1)
             split_weights(w_rows.index(q_stage), w_smem, c)
             fence_async_shared()
-            gl.thread_barrier()  # here, or the compiler puts it into the loop
+            thread_barrier()  # here, or the compiler puts it into the loop
             for _ in range(n):
                 mbarrier.wait(full.index(stage), phase)
                 scales = ()
@@ -215,7 +215,7 @@ def consume(rows, table, output, start, end, nth, before,
             mbarrier.arrive(q_empty.index(q_stage), count=1)
             if c.paged:  # noqa: SIM102 - decided when it is compiled
                 if missing > 0:
-                    gl.thread_barrier()  # what other threads wrote there comes first
+                    thread_barrier()  # what other threads wrote there comes first
                     mark_missing(table, block, first * c.tile, token_end, rows, output, c)
             segment += 1
         t = gl.minimum(end, after)
@@ -232,8 +232,8 @@ def consume(rows, table, output, start, end, nth, before,
 def fetch_descriptors(k_desc, s_desc, k_boxes, s_boxes, fetched, c: gl.constexpr):
     """Start copies of a page that is not there: zeros, without traffic, but the descriptors are on their way."""
     mbarrier.expect(fetched.index(0), c.box * (c.dim + 4))
-    tma.async_copy_global_to_shared(k_desc, [-1, 0, 0], fetched.index(0), k_boxes.index(0))
-    tma.async_copy_global_to_shared(s_desc, [-1, 0], fetched.index(0), s_boxes.index(0))
+    async_load(k_desc, [-1, 0, 0], fetched.index(0), k_boxes.index(0))
+    async_load(s_desc, [-1, 0], fetched.index(0), s_boxes.index(0))
 
 
 @gluon.jit
@@ -248,8 +248,8 @@ def mqa_logits_kernel(q_desc, w_desc, k_desc, s_desc, rows, table, output, c: gl
     # TMA sees boxes of a page, wgmma tiles: the boxes of a stage are one tile
     k_boxes = gl.allocate_shared_memory(FP8, [c.stages * c.boxes, 1, c.box, c.dim], k_desc.layout)
     s_boxes = gl.allocate_shared_memory(gl.int32, [c.stages * c.boxes, 1, c.box], s_desc.layout)
-    k_tiles = k_boxes._reinterpret(FP8, [c.stages * c.subtiles, 64, c.dim], KEYS)
-    s_tiles = s_boxes._reinterpret(gl.int32, [c.stages * c.subtiles, 64], FLAT)
+    k_tiles = reinterpret(k_boxes, FP8, [c.stages * c.subtiles, 64, c.dim], KEYS)
+    s_tiles = reinterpret(s_boxes, gl.int32, [c.stages * c.subtiles, 64], FLAT)
     q_smem = gl.allocate_shared_memory(FP8, [c.query_stages * c.passes, c.columns, c.dim], q_desc.layout)
     w_rows = gl.allocate_shared_memory(gl.float32, [c.query_stages, c.weight_rows, c.heads], w_desc.layout)
     w_smem = gl.allocate_shared_memory(gl.bfloat16, [c.block_rows, TERMS, c.heads], WEIGHTS)

@@ -24,6 +24,7 @@ from ...calls import AttentionCall
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from . import _pipeline as pipe
+from ._names import reinterpret
 from ._prefill_results import Parts, finish_tile
 from ._prefill_steps import (
     LOWEST,
@@ -129,7 +130,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
     ROWS_Q: gl.constexpr = gl.NVMMASharedLayout(q_desc.layout.swizzle_byte_width, c.query_bits, 2)
     # TMA sees boxes of heads or pages, the consumers tiles of rows or tokens
     q_pages = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
-    q_in = q_pages._reinterpret(q_desc.dtype, [2, ROWS, c.dim], ROWS_Q)
+    q_in = reinterpret(q_pages, q_desc.dtype, [2, ROWS, c.dim], ROWS_Q)
     q_a = gl.allocate_shared_memory(FP8, [ROWS, DIM], ROWS_K)
     q_b = gl.allocate_shared_memory(FP8, [ROWS, DIM], ROWS_K)
     if c.query_terms == 2:
@@ -142,8 +143,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
     factors_b = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
     k_pages = gl.allocate_shared_memory(FP8, [c.stages * c.panels * c.pages, 1, 1, c.page, c.panel], k_desc.layout)
     v_pages = gl.allocate_shared_memory(FP8, [c.stages * c.pages, 1, 1, c.dim, c.page], v_desc.layout)
-    k_tiles = k_pages._reinterpret(FP8, [c.stages, c.block, c.dim], ROWS_K)
-    v_tiles = v_pages._reinterpret(FP8, [c.stages, c.dim, c.block], ROWS_V)
+    k_tiles = reinterpret(k_pages, FP8, [c.stages, c.block, c.dim], ROWS_K)
+    v_tiles = reinterpret(v_pages, FP8, [c.stages, c.dim, c.block], ROWS_V)
     record = (
         gl.allocate_shared_memory(gl.int32, [32, 1], FLAT),
         gl.allocate_shared_memory(gl.float32, [32, 1], FLAT),

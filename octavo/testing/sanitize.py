@@ -1,0 +1,287 @@
+"""Every kernel under compute-sanitizer: memcheck, racecheck, initcheck and synccheck over a grid of its code paths.
+
+    python -m octavo.testing.sanitize --out benchmarks/results/h200/sanitizers.txt
+    python -m octavo.testing.sanitize --launch gluon        the launches alone, as each tool runs them
+
+Inputs are made on the CPU and copied, so that nearly every kernel of the process is octavo's; workspaces and outputs
+stay as cudaMalloc returns them, so that initcheck sees what is read before it is written. Results are compared as
+anywhere else. Each tool runs each group of launches in a process of its own, all at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attention import Attention, merge_states
+from ..backends import BY_NAME
+from ..cache import PagedCache
+from ..device import Device
+from ..errors import Unsupported
+from ..formats import TORCH_DTYPES
+from ..indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
+from ..reference.merge_states import merge_states as reference_merge
+from ..spec import AttentionSpec
+from . import bounds, fuzz, indexer_support
+from .inputs import Batch, slots_of
+
+TOOLS = {
+    "memcheck": (),
+    "racecheck": (),
+    "initcheck": (),
+    "synccheck": (),
+}
+GROUPS = ("triton", "gluon", "indexer")
+FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+CPU, NOTHING = torch.device("cpu"), float("-inf")
+MORE_OF_HOPPER = (
+    AttentionSpec(16, 2, 128, max_query_len=8, lse=True),
+    AttentionSpec(16, 2, 64, sinks=True, softcap=30.0, precision="exact"),
+    AttentionSpec(4, 4, 192, head_dim_v=128),
+    AttentionSpec(8, 1, 256, page_size=32, precision="exact", window=100),
+    AttentionSpec(64, 2, 128, page_size=128, out_dtype="float32"),
+    AttentionSpec(8, 2, 128, batch_invariant=True, page_size=32, max_query_len=2),
+)
+
+
+def steps(spec: AttentionSpec) -> Iterator[fuzz.Example]:
+    """The kinds of step: decode (some of it cut), drafts, prompts, and both with padding and rows of no sequence."""
+    common = {"q": fuzz.Values(), "k_scale": 0.37, "v_scale": 2.0, "heads": 1.7}
+    most = spec.max_query_len
+    yield fuzz.Example(spec, ((1, 1), (63, 1), (330, 1), (600, 1), (0, 0)), told="rows", **common)
+    if most > 1:
+        yield fuzz.Example(spec, ((most, most), (300, most), (64, 1)), told="decodes", **common)
+    yield fuzz.Example(spec, (), ((70, 70), (200, 33), (3, 17)), told="rows", **common)
+    decodes = ((5, 1), (400, 1), (70, 0))
+    yield fuzz.Example(spec, decodes, ((90, 90), (300, 40)), before=2, after=5, shared=True, holes=True, **common)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on another device, by copies."""
+    spec, memory = batch.spec, batch.cache.memory
+    pools = [batch.cache.k, batch.cache.v]
+    scales = {name: getattr(batch.cache, name) for name in ("k_scale", "v_scale")}
+    if spec.layout == "leaf":  # K and V of a page lie together
+        whole = memory.k_pool.to(device)
+        pools = [
+            whole.as_strided(p.shape, p.stride(), p.storage_offset() - memory.k_pool.storage_offset()) for p in pools
+        ]
+    else:
+        pools = [p.to(device) for p in pools]
+    made = {name: None if scale is None else torch.ones_like(scale).to(device) for name, scale in scales.items()}
+    cache = PagedCache.view(spec, *pools, **made)
+    for name, scale in scales.items():
+        if scale is not None and (target := made[name]) is not None:
+            target.copy_(scale)  # those of dead tokens are NaN, which no caller may give
+    names = ("q", "seq_lens", "page_table", "query_starts")
+    arguments = {name: t.to(device) for name, t in batch.arguments.items()}
+    return replace(batch, cache=cache, arguments=arguments, **{name: getattr(batch, name).to(device) for name in names})
+
+
+def attention_faults(example: fuzz.Example, backend: str, device: torch.device) -> list[str]:
+    """What is wrong with one step on a backend, nothing of whose memory was written before."""
+    here, spec, told = example.batch("cpu"), example.spec, example.plan["num_decodes"]
+    there = moved(here, device)
+    attention = Attention(
+        spec, max_batch=8, max_query_tokens=256, max_context=1024, device=device, backend=named(spec, backend)
+    )
+    attention.plan(there.seq_lens, there.page_table, there.query_starts, **example.plan)
+    rows = there.q.shape[0]
+    shape = (rows, spec.num_q_heads, spec.value_dim)
+    out = torch.empty(shape, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
+    lse = torch.empty(shape[:2], device=device) if spec.lse else None
+    attention.run(there.q, there.cache, out=out, lse=lse, **there.arguments)
+    here.lse = None if lse is None else lse.cpu()
+    of = attention.choice.prefill.backend, attention.choice.decode.backend
+    return bounds.faults(here, out.cpu(), of, Device.detect(device), told)
+
+
+def named(spec: AttentionSpec, backend: str) -> str | None:
+    """The backend by name; None, so that it is chosen for decode, where it has no prefill of such a spec."""
+    hopper = Device.named("h200")
+    return None if BY_NAME[backend].reasons(spec, hopper, "prefill") else backend
+
+
+def append_faults(spec: AttentionSpec, device: torch.device) -> list[str]:
+    """Where the bytes of an append on `device`, to slots some of which are none, are not the reference's."""
+    example = fuzz.Example(spec, ((1, 1), (70, 1)), k_scale=0.37, v_scale=2.0, heads=1.7)
+    batch = example.batch("cpu")
+    slots = slots_of(batch.page_table, spec.page_size, batch.seq_lens.tolist())
+    slots[::7] = -1
+    caches = []
+    for on in (CPU, device):
+        cache = moved(replace(batch, cache=zeros_like(batch.cache)), on).cache
+        cache.append(batch.k.to(on), batch.v.to(on), slots.to(on))
+        caches.append(cache)
+    there, here = caches
+    names = ("k", "v", "k_scale", "v_scale")
+    return [name for name in names if not same(getattr(there, name), getattr(here, name))]
+
+
+def zeros_like(cache: PagedCache) -> PagedCache:
+    """A cache of zeros with the scales of another; token_head ones are zeros too."""
+    spec = cache.spec
+    if not spec.fp8 or spec.scale_granularity == "token_head":
+        return PagedCache.allocate(spec, cache.num_pages, "cpu")
+    return PagedCache.allocate(spec, cache.num_pages, "cpu", cache.k_scale, cache.v_scale)
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two tensors hold the same bytes."""
+    if one is None or other is None:
+        return one is other
+    a, b = (t.cpu().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(a, b)
+
+
+def merge_faults(device: torch.device) -> list[str]:
+    """What is wrong with merge_states of parts, some of which saw nothing."""
+    outs, lses = torch.randn(11, 5, 4, 80), torch.randn(11, 5, 4)
+    lses[::3, 2] = float("-inf")
+    got, want = merge_states(outs.to(device), lses.to(device)), reference_merge(outs, lses)
+    return [f"merge_states: {i}" for i in (0, 1) if not torch.allclose(got[i].cpu(), want[i], rtol=1e-5, atol=1e-5)]
+
+
+def indexer_faults(spec: Any, device: torch.device) -> Iterator[str]:
+    """What is wrong with the indexer's operations of one spec, on every backend that may run them."""
+    given = indexer_support.Inputs.of(spec)
+    here = given.cache(spec, CPU, "reference")
+    zeros = torch.zeros_like(here.pages).to(device)
+    there = IndexerCache.view(zeros, spec.scale_format)
+    there.append(given.keys.to(device), given.slots.to(device))
+    if not same(there.pages, here.pages):
+        yield "index_append: other bytes than the reference's"
+    width = given.page_table.shape[1] * spec.page_size
+    keys, rows = given.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn), given.weights.shape[0]
+    starts = torch.arange(rows, dtype=torch.int32) * 3
+    ends = (starts + torch.arange(rows, dtype=torch.int32) * 40).clamp_max(len(keys))
+    scales = torch.linspace(0.5, 2.0, len(keys))
+    for backend in ("triton", "gluon"):
+        results = []
+        for on, cache, name in ((device, there, backend), (CPU, here, "reference")):
+            q, weights, lens, table = (
+                t.to(on) for t in (given.queries, given.weights, given.seq_lens, given.page_table)
+            )
+            run, scale, first, end = (t.to(on) for t in (keys, scales, starts, ends))
+            try:
+                one = paged_mqa_logits(q, cache, weights, lens, table, width, fill=NOTHING, backend=name)
+                other = mqa_logits(q.flatten(0, 1), run, scale, weights, first, end, fill=NOTHING, backend=name)
+            except Unsupported:
+                break
+            results.append([one.cpu(), other.cpu()])
+        else:
+            for operation, got, want in zip(("paged_mqa_logits", "mqa_logits"), *results, strict=True):
+                if wrong := indexer_support._difference(got, want):
+                    yield f"{backend} {operation}: {wrong}"
+
+
+def topk_faults(device: torch.device) -> Iterator[str]:
+    """What is wrong with the choice of the k largest: short rows, long ones, rows of equal numbers."""
+    for rows, width, k in ((3, 700, 64), (2, 20000, 512), (40, 9000, 2048)):
+        logits = torch.randn(rows, width)
+        logits[1, : width // 2] = 1.5
+        lens = torch.full((rows,), width, dtype=torch.int32)
+        lens[0] = width // 3
+        got = topk_indices(logits.to(device), lens.to(device), k).cpu()
+        if not torch.equal(got, topk_indices(logits, lens, k, backend="reference")):
+            yield f"topk of {rows} x {width}: other indices"
+
+
+def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[], list[str]]]]:
+    """Every launch of a group, as a label and what makes it."""
+    if group == "indexer":
+        for spec in indexer_support.SPECS:
+            yield f"indexer {spec}", lambda spec=spec: list(indexer_faults(spec, device))
+        yield "topk", lambda: list(topk_faults(device))
+        return
+    hopper = Device.named("h200")
+    for spec in (*fuzz.GPU_SPECS, *(MORE_OF_HOPPER if group == "gluon" else ())):
+        if BY_NAME[group].reasons(spec, hopper, "decode"):
+            continue
+        if group == "triton":
+            yield f"append {spec}", lambda spec=spec: append_faults(spec, device)
+        for example in steps(spec):
+            yield f"{group} {example}", lambda example=example: attention_faults(example, group, device)
+    if group == "triton":
+        yield "merge_states", lambda: merge_faults(device)
+
+
+def launch(group: str, device: torch.device) -> int:
+    """Make every launch of a group; print what is wrong and how many there were. Returns how many are wrong."""
+    count = wrong = 0
+    for label, made in launches(group, device):
+        try:
+            found = made()
+        except Exception as error:  # the next launch tells whether the device is lost
+            found = [f"{type(error).__name__}: {error}"]
+        count += 1
+        if found:
+            wrong += 1
+            print(f"WRONG {label}: {found}"[:600], flush=True)
+    print(f"{group}: {count} launches of steps, {wrong} wrong", flush=True)
+    return wrong
+
+
+def check(tools: list[str], groups: list[str], out: Path | None, seconds: float) -> int:
+    """Run every tool over every group side by side; print a summary. Returns how many have findings."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    folder, started = Path(tempfile.mkdtemp()), time.monotonic()
+    running = []
+    for tool in tools:
+        for group in groups:
+            log = folder / f"{tool}-{group}.txt"
+            command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--print-limit", "20"]
+            command += [sys.executable, "-m", "octavo.testing.sanitize", "--launch", group]
+            with log.open("w") as file:
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            running.append((tool, group, log, process))
+    lines, bad = [], 0
+    for tool, group, log, process in running:
+        try:
+            process.wait(max(1.0, seconds - (time.monotonic() - started)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        text = log.read_text(errors="replace")
+        counted = [int(a or b) for a, b in FOUND.findall(text)]
+        ran = re.search(rf"^{group}: .* wrong$", text, re.M)
+        clean = bool(counted) and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)
+        bad += not clean
+        told = f"{counted[-1]} findings" if counted else "no summary: it was stopped, or did not start"
+        lines.append(f"{tool:10} {told:14} {ran.group(0) if ran else group + ': not finished'}")
+        if not clean:
+            lines += [f"  {line}" for line in text.splitlines()[:80]]
+    print("\n".join(lines), flush=True)
+    if out is not None:
+        out.write_text("\n".join(lines) + "\n")
+    return bad
+
+
+def main() -> None:
+    """Launch a group, or run tools over groups."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launch", choices=GROUPS, help="only make the launches of this group")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--seconds", type=float, default=600, help="for all of them together")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.launch:
+        sys.exit(bool(launch(arguments.launch, torch.device(arguments.device))))
+    sys.exit(bool(check(arguments.tools.split(","), arguments.groups.split(","), arguments.out, arguments.seconds)))
+
+
+if __name__ == "__main__":
+    main()
