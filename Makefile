@@ -21,14 +21,14 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
 .PHONY: help setup demo test test-all test-gpu test-lowest check format docs site
 
 help:
-	@echo 'make demo       a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
-	@echo 'make test       style, types, unit tests and the code in the docs; no GPU needed'
-	@echo 'make test-all   the same and the slow tests'
-	@echo 'make test-gpu   the tests that need an NVIDIA GPU'
-	@echo 'make test-lowest  the tests with the lowest versions that pyproject.toml allows, in a .venv-lowest of their own'
-	@echo 'make format     rewrite the files in the project style'
-	@echo 'make docs       rewrite what the docs show of the command line, and docs/rules.md'
-	@echo 'make site       build the docs as a site, in build/site'
+	@echo 'make demo        a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
+	@echo 'make test        style, types, unit tests and the code in the docs; no GPU needed'
+	@echo 'make test-all    the same and the slow tests'
+	@echo 'make test-gpu    the tests that need an NVIDIA GPU'
+	@echo 'make test-lowest the tests with the lowest versions that pyproject.toml allows, in a .venv-lowest of their own'
+	@echo 'make format      rewrite the files in the project style'
+	@echo 'make docs        rewrite what the docs show of the command line, and docs/rules.md'
+	@echo 'make site        build the docs as a site, in build/site'
 
 setup:
 	@$(PYTHON) tools/environment.py $(VENV)
@@ -45,7 +45,9 @@ test-all: check
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(ARGS)
 
-# Without a GPU, and without the engines' tests, which fetch engines; slow: a second torch is installed.
+# Without a GPU, and without the engines' tests, which fetch engines. A second torch is installed: where the package index has
+# it as a CUDA build only, as the public one does, several GB with its libraries. Python 3.10 to 3.12: the lowest numpy has
+# no wheels for a newer one.
 test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	$(PYTHON) tools/lowest.py > .venv-lowest/constraints.txt

@@ -147,34 +147,11 @@ class Attention:
         """
         if self._step is None:
             raise InvalidInput("plan must be called before run")
-        spec = self.spec
-        _check_is_tensor("q", q)
-        rows = q.shape[0]
+        self._check_query(q)
         self._check_cache(cache)
-        _check_tensor("q", q, (rows, spec.num_q_heads, spec.head_dim), (self._query_dtype,), self.device)
-        if rows > self.max_query_tokens:
-            raise InvalidInput(f"at most max_query_tokens = {self.max_query_tokens} query rows", rows)
-        if q.stride(-1) != 1:
-            raise InvalidInput("q must be contiguous in its last dimension", f"strides {q.stride()}")
-        for name, scale, dtype in (("q_scale", q_scale, spec.query_dtype), ("out_scale", out_scale, spec.out_dtype)):
-            if scale is None:
-                continue
-            if dtype != "fp8_e4m3":
-                raise InvalidInput(f"{name} goes with fp8_e4m3 alone", dtype)
-            _check_is_tensor(name, scale)
-            shape = (spec.num_q_heads,) if name == "q_scale" and scale.numel() != 1 else ()
-            single = scale.reshape(()) if scale.numel() == 1 else scale
-            _check_tensor(name, single, shape, (torch.float32,), self.device)
-        if (sinks is None) == spec.sinks:
-            raise InvalidInput(f"sinks must {'' if spec.sinks else 'not '}be given: spec.sinks is {spec.sinks}")
-        if sinks is not None:
-            _check_is_tensor("sinks", sinks)
-            _check_tensor("sinks", sinks, (spec.num_q_heads,), (torch.float32, torch.bfloat16), self.device)
-        if (lse is None) == spec.lse:
-            raise InvalidInput(f"lse must {'' if spec.lse else 'not '}be given: spec.lse is {spec.lse}")
-        if lse is not None:
-            _check_tensor("lse", lse, (rows, spec.num_q_heads), (torch.float32,), self.device)
-        shape = (rows, spec.num_q_heads, spec.value_dim)
+        self._check_scales(q_scale, out_scale)
+        self._check_sinks_and_lse(sinks, lse, q.shape[0])
+        shape = (q.shape[0], self.spec.num_q_heads, self.spec.value_dim)
         if out is None:
             out = torch.empty(shape, dtype=self._out_dtype, device=q.device)
         else:
@@ -206,6 +183,40 @@ class Attention:
             self._max_query_len,
         )
         return out
+
+    def _check_query(self, q: torch.Tensor) -> None:
+        _check_is_tensor("q", q)
+        rows = q.shape[0]
+        shape = (rows, self.spec.num_q_heads, self.spec.head_dim)
+        _check_tensor("q", q, shape, (self._query_dtype,), self.device)
+        if rows > self.max_query_tokens:
+            raise InvalidInput(f"at most max_query_tokens = {self.max_query_tokens} query rows", rows)
+        if q.stride(-1) != 1:
+            raise InvalidInput("q must be contiguous in its last dimension", f"strides {q.stride()}")
+
+    def _check_scales(self, q_scale: torch.Tensor | None, out_scale: torch.Tensor | None) -> None:
+        spec = self.spec
+        for name, scale, dtype in (("q_scale", q_scale, spec.query_dtype), ("out_scale", out_scale, spec.out_dtype)):
+            if scale is None:
+                continue
+            if dtype != "fp8_e4m3":
+                raise InvalidInput(f"{name} goes with fp8_e4m3 alone", dtype)
+            _check_is_tensor(name, scale)
+            shape = (spec.num_q_heads,) if name == "q_scale" and scale.numel() != 1 else ()
+            single = scale.reshape(()) if scale.numel() == 1 else scale
+            _check_tensor(name, single, shape, (torch.float32,), self.device)
+
+    def _check_sinks_and_lse(self, sinks: torch.Tensor | None, lse: torch.Tensor | None, rows: int) -> None:
+        spec = self.spec
+        if (sinks is None) == spec.sinks:
+            raise InvalidInput(f"sinks must {'' if spec.sinks else 'not '}be given: spec.sinks is {spec.sinks}")
+        if sinks is not None:
+            _check_is_tensor("sinks", sinks)
+            _check_tensor("sinks", sinks, (spec.num_q_heads,), (torch.float32, torch.bfloat16), self.device)
+        if (lse is None) == spec.lse:
+            raise InvalidInput(f"lse must {'' if spec.lse else 'not '}be given: spec.lse is {spec.lse}")
+        if lse is not None:
+            _check_tensor("lse", lse, (rows, spec.num_q_heads), (torch.float32,), self.device)
 
     def _check_cache(self, cache: PagedCache) -> None:
         if not isinstance(cache, PagedCache):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -215,49 +216,65 @@ def choose(spec: AttentionSpec, device: Any = None, backend: str | None = None) 
     """
     if not isinstance(spec, AttentionSpec):
         raise InvalidInput("spec must be an AttentionSpec", type(spec).__name__)
-    by = "the caller"
+    named, by = named_backend(backend)
+    check_backend(named, by, BY_NAME)
+    return _choose(spec, Device.of(device), named, by)
+
+
+def named_backend(backend: Any) -> tuple[Any, str]:
+    """(the backend that was named, by whom): by the caller, else by OCTAVO_BACKEND; None where neither names one."""
     if backend is None or backend == "auto":
-        backend, by = os.environ.get("OCTAVO_BACKEND") or None, "OCTAVO_BACKEND"
-    if backend is not None and (not isinstance(backend, str) or backend not in BY_NAME):
-        raise InvalidInput(f"backend (named by {by}) must be one of {', '.join(BY_NAME)}", repr(backend))
-    return _choose(spec, Device.of(device), backend, by)
+        return os.environ.get("OCTAVO_BACKEND") or None, "OCTAVO_BACKEND"
+    return backend, "the caller"
+
+
+def check_backend(named: Any, by: str, known: Iterable[str]) -> None:
+    """Raise InvalidInput, listing the known names, for a backend that is none of them."""
+    known = tuple(known)
+    if named is not None and (not isinstance(named, str) or named not in known):
+        raise InvalidInput(f"backend (named by {by}) must be one of {', '.join(known)}", repr(named))
 
 
 def verdicts(spec: AttentionSpec, device: Device, phase: str) -> dict[str, Verdict]:
     """Of every backend, in the table's order."""
-    reasons = {b.name: b.reasons(spec, device, phase) for b in BACKENDS}
+    return judged({b.name: b.reasons(spec, device, phase) for b in BACKENDS})
+
+
+def judged(reasons: dict[str, tuple[str, ...]]) -> dict[str, Verdict]:
+    """The verdicts on backends, from the reasons against each."""
     may = "must" if sum(not r for r in reasons.values()) == 1 else "may"
     return {name: Verdict("cannot", r) if r else Verdict(may) for name, r in reasons.items()}
 
 
+def why_first(able: list[str], named: str | None, by: str) -> str:
+    """Why the first of the backends that are able is taken, in words; `named` (by whom) is the only one of them."""
+    if named is not None:
+        return f"named by {by}"
+    return "must: the only backend that may" if len(able) == 1 else f"may, and comes before {' and '.join(able[1:])}"
+
+
 @functools.lru_cache(maxsize=4096)
 def _choose(spec: AttentionSpec, device: Device, named: str | None, by: str) -> Choice:
-    judged = {phase: verdicts(spec, device, phase) for phase in PHASES}
+    found = {phase: verdicts(spec, device, phase) for phase in PHASES}
     chosen: dict[str, PhaseChoice] = {}
-    for phase, of in judged.items():
+    for phase, of in found.items():
         able = [name for name, verdict in of.items() if verdict.word != "cannot"]
         if named is not None:
             able = [name for name in able if name == named]
         if not able:
-            raise _unsupported(spec, device, named, by, judged)
-        if named is not None:
-            why = f"named by {by}"
-        elif len(able) == 1:
-            why = "must: the only backend that may"
-        else:
-            why = f"may, and comes before {' and '.join(able[1:])}"
+            raise _unsupported(spec, device, named, by, found)
         query = BY_NAME[able[0]].compute_query_dtype(spec, device, phase)
-        chosen[phase] = PhaseChoice(able[0], query, why, of)
+        chosen[phase] = PhaseChoice(able[0], query, why_first(able, named, by), of)
     return Choice(spec, device, **chosen)
 
 
 def _unsupported(
-    spec: AttentionSpec, device: Device, named: str | None, by: str, judged: dict[str, dict[str, Verdict]]
+    spec: AttentionSpec, device: Device, named: str | None, by: str, found: dict[str, dict[str, Verdict]]
 ) -> Unsupported:
     names = [b.name for b in BACKENDS] if named is None else [named]
     reasons = []
     for name in names:
-        for pair in merge_phases({phase: of[name].reasons for phase, of in judged.items()}):
+        for pair in merge_phases({phase: of[name].reasons for phase, of in found.items()}):
             reasons.append(f"{name}: {phrase(*pair)}" if named is None else phrase(*pair))
     who = "no backend can" if named is None else f"backend {named} (named by {by}) cannot"
     return Unsupported(f"{who} run {describe(spec)}, on {device}", reasons, nearest_change(spec, device, named))
@@ -273,8 +290,8 @@ def nearest_change(spec: AttentionSpec, device: Device, named: str | None) -> st
     if changes:
         return ", ".join(f"{field}={value!r}" for field, value in min(changes, key=len).items())
     if named is not None:
-        judged = (verdicts(spec, device, phase) for phase in PHASES)
-        able = [next((name for name, v in of.items() if v.word != "cannot"), None) for of in judged]
+        phases = (verdicts(spec, device, phase) for phase in PHASES)
+        able = [next((name for name, v in of.items() if v.word != "cannot"), None) for of in phases]
         if all(able):
             return f"no backend named (then {able[0]} in prefill, {able[1]} in decode)"
     return None

@@ -22,9 +22,8 @@ from .indexer_backends import INDEXER_BY_NAME
 from .indexer_calls import SCALE_BYTES, IndexBytes
 from .reference.index_append import decode_scale
 from .reference.mqa_logits import row_lengths
-from .spec import dtype_name, one_of, positive
+from .spec import SCALE_FORMATS, dtype_name, one_of, positive
 
-SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
 _OUT_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -259,17 +258,15 @@ def mqa_logits(
     if step < 1:
         raise InvalidInput(f"max_bytes must hold one row of {width} logits, {4 * width} bytes", max_bytes)
 
-    def chunks() -> Iterator[tuple[slice, torch.Tensor]]:
-        buffer = torch.empty((min(step, rows), width), dtype=torch.float32, device=q.device)
-        for begin in range(0, rows, step):
-            part = slice(begin, min(begin + step, rows))
-            logits = buffer[: part.stop - begin]
-            ops.mqa_logits(
-                q[part], k, k_scale, weights[part], starts[part], ends[part], logits, fill, compressed, backend
-            )
-            yield part, logits
+    buffer = torch.empty((min(step, rows), width), dtype=torch.float32, device=q.device)
 
-    return chunks()
+    def logits_of(part: slice) -> torch.Tensor:
+        logits = buffer[: part.stop - part.start]
+        ops.mqa_logits(q[part], k, k_scale, weights[part], starts[part], ends[part], logits, fill, compressed, backend)
+        return logits
+
+    parts = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+    return ((part, logits_of(part)) for part in parts)
 
 
 def topk_indices(

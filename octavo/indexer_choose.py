@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from .backends import WRITTEN
-from .choose import WIDTH, Verdict, columns, reason_lines
+from .choose import WIDTH, Verdict, check_backend, columns, judged, named_backend, reason_lines, why_first
 from .device import Device
 from .errors import InvalidInput, Unsupported
 from .indexer_backends import FILES, INDEXER_BACKENDS, INDEXER_BY_NAME, OPERATIONS
@@ -94,24 +93,17 @@ def choose_indexer(spec: IndexerSpec, device: Any = None, backend: str | None = 
 
 def choose_operation(spec: IndexerSpec, device: Device, operation: str, backend: str | None = None) -> OperationChoice:
     """`choose_indexer` of one operation."""
-    by = "the caller"
-    if backend is None or backend == "auto":
-        backend, by = os.environ.get("OCTAVO_BACKEND") or None, "OCTAVO_BACKEND"
-        if backend in INDEXER_BY_NAME and FILES[operation] not in WRITTEN[backend]:
-            backend = None
-    if backend is not None and backend not in INDEXER_BY_NAME:
-        raise InvalidInput(f"backend (named by {by}) must be one of {', '.join(INDEXER_BY_NAME)}", repr(backend))
-    return _choose(spec, device, operation, backend, by)
+    named, by = named_backend(backend)
+    check_backend(named, by, INDEXER_BY_NAME)
+    if by == "OCTAVO_BACKEND" and named is not None and FILES[operation] not in WRITTEN[named]:
+        named = None
+    return _choose(spec, device, operation, named, by)
 
 
 @functools.lru_cache(maxsize=4096)
 def _choose(spec: IndexerSpec, device: Device, operation: str, named: str | None, by: str) -> OperationChoice:
     reasons = {b.name: b.reasons(spec, device, operation) for b in INDEXER_BACKENDS}
     may = [name for name, against in reasons.items() if not against]
-    verdicts = {
-        name: Verdict("cannot", against) if against else Verdict("must" if len(may) == 1 else "may")
-        for name, against in reasons.items()
-    }
     able = [name for name in may if named in (None, name)]
     if not able:
         names = [named] if named else list(INDEXER_BY_NAME)
@@ -119,13 +111,7 @@ def _choose(spec: IndexerSpec, device: Device, operation: str, named: str | None
         who = f"backend {named} (named by {by}) cannot" if named else "no backend can"
         nearest = f"no backend named (then {may[0]})" if may else None
         raise Unsupported(f"{who} run {operation} of {describe(spec)}, on {device}", told, nearest)
-    if named is not None:
-        why = f"named by {by}"
-    elif len(able) == 1:
-        why = "must: the only backend that may"
-    else:
-        why = f"may, and comes before {' and '.join(able[1:])}"
-    return OperationChoice(able[0], why, verdicts)
+    return OperationChoice(able[0], why_first(able, named, by), judged(reasons))
 
 
 def _merged(against: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:

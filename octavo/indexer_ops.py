@@ -17,7 +17,7 @@ from .device import device_of
 from .indexer_backends import FILES
 from .indexer_calls import IndexAppendCall, IndexBytes, LogitsCall, PagedLogitsCall
 from .indexer_choose import choose_operation
-from .ops import kernel
+from .ops import kernel, nothing
 from .spec import IndexerSpec, dtype_name
 
 _library = torch.library.Library("octavo", "FRAGMENT")
@@ -117,10 +117,6 @@ def _topk_indices(logits: torch.Tensor, lens: torch.Tensor, out: torch.Tensor, b
     _function("topk", logits.device, backend, top_k=out.shape[1])(logits, lens, out)
 
 
-def _nothing(*arguments: object) -> None:
-    """The fake of an op that only writes to its arguments."""
-
-
 for _name, _implementation in (
     ("index_append", _index_append),
     ("paged_mqa_logits", _paged_mqa_logits),
@@ -128,4 +124,4 @@ for _name, _implementation in (
     ("topk_indices", _topk_indices),
 ):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _nothing, lib=_library)
+    torch.library.register_fake(f"octavo::{_name}", nothing, lib=_library)

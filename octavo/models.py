@@ -76,11 +76,10 @@ class Model:
 
     @property
     def indexer_bytes_per_token(self) -> int:
-        """Bytes that one token takes in the index caches of all layers: a key and its scale."""
+        """Bytes of one token in the index caches of all layers: a key, and a scale of 4 bytes in every format."""
         if self.indexer is None:
             return 0
-        scale = 1 if self.indexer.scale_format == "ue8m0" else 4
-        return sum(len(kind.layers) for kind in self.kinds) * (self.indexer.head_dim + scale)
+        return sum(len(kind.layers) for kind in self.kinds) * (self.indexer.head_dim + 4)
 
 
 def layer_types(text: Config) -> list[str]:

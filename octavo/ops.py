@@ -193,7 +193,7 @@ def _merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> tuple
     return kernel(backend, "merge_states")(outs, lses)
 
 
-def _nothing(*arguments: object) -> None:
+def nothing(*arguments: object) -> None:
     """The fake of an op that only writes to its arguments."""
 
 
@@ -202,9 +202,9 @@ def _fake_merge_states(outs: torch.Tensor, lses: torch.Tensor, backend: str) -> 
 
 
 for _name, _function, _fake in (
-    ("append", _append, _nothing),
-    ("attention", _attention, _nothing),
-    ("plan", _plan, _nothing),
+    ("append", _append, nothing),
+    ("attention", _attention, nothing),
+    ("plan", _plan, nothing),
     ("merge_states", _merge_states, _fake_merge_states),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")

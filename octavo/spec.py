@@ -20,6 +20,7 @@ OUT_DTYPES = ("bfloat16", "float16", "float32", "fp8_e4m3")
 LAYOUTS = ("leaf", "nhd", "hnd")
 GRANULARITIES = ("tensor", "head", "token_head")
 PRECISIONS = ("fast", "exact")
+SCALE_FORMATS = ("fp32", "pow2", "ue8m0")  # of an index cache
 
 # Other spellings in use: torch's own, and the ones of engines' command lines.
 _DTYPE_ALIASES = {
@@ -219,7 +220,8 @@ class IndexerSpec:
         num_heads: 16..128 query heads.
         head_dim: 64 or 128.
         page_size: tokens a page of the index cache.
-        scale_format: fp32 (amax / 448), pow2 (that, rounded up to a power of two) or ue8m0 (pow2 as one byte).
+        scale_format: fp32 (amax / 448), pow2 (that, rounded up to a power of two) or ue8m0 (pow2's exponent byte, four
+            times).
         max_query_len: most query rows a sequence has (next_n).
         top_k: tokens that are chosen a query row.
         out_dtype: of the logits, float32 or bfloat16.
@@ -238,5 +240,5 @@ class IndexerSpec:
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "page_size", "max_query_len", "top_k", "page_alignment"):
             positive(name, getattr(self, name))
-        one_of("scale_format", self.scale_format, ("fp32", "pow2", "ue8m0"))
+        one_of("scale_format", self.scale_format, SCALE_FORMATS)
         one_of("out_dtype", self.out_dtype, ("float32", "bfloat16"))

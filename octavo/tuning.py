@@ -146,7 +146,7 @@ def no_workspace(spec: AttentionSpec, device: Device, max_batch: int, max_query_
     return 0
 
 
-# ---- Hopper's decode (kernels/gluon)
+# Hopper's decode (kernels/gluon):
 
 HOPPER_SHARED_MEMORY = 228 * 1024  # bytes of an SM; every program takes HOPPER_RESERVED of it
 HOPPER_RESERVED = 1024
@@ -229,7 +229,7 @@ def hopper_decode_partials(spec: AttentionSpec, device: Device, rows: int, max_b
     return max_batch * spec.num_kv_heads * tile.blocks * max(1, pieces)
 
 
-# ---- Hopper's prefill (kernels/gluon)
+# Hopper's prefill (kernels/gluon):
 
 HOPPER_PACKED_ROWS = 128  # rows of a tile: query rows times query heads of one KV head
 HOPPER_HEADER_INTS = 16  # int32 at the start of a schedule
@@ -307,7 +307,7 @@ def hopper_workspace_bytes(
     return -(-total // ALIGNMENT) * ALIGNMENT
 
 
-# ---- Hopper's indexer logits (kernels/gluon)
+# Hopper's indexer logits (kernels/gluon):
 
 HOPPER_LOGITS_SCRATCH = 1024  # barriers and what the compiler takes
 HOPPER_BLOCK_ROWS = 4  # query rows that share a tile of keys: what a head sum's columns have room for

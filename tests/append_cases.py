@@ -15,6 +15,21 @@ from octavo.reference.append import append as reference_append
 from octavo.spec import AttentionSpec
 
 
+def spec_of(layout="leaf", kv_dtype="fp8_e4m3", granularity="tensor", *, heads, dim, dim_v=None, page, mla=False):
+    """A spec by what append looks at: `heads` KV heads of `dim` and `dim_v`, pages of `page` tokens."""
+    return AttentionSpec(
+        heads,
+        heads,
+        dim,
+        dim_v,
+        kv_dtype=kv_dtype,
+        layout=layout,
+        scale_granularity=granularity,
+        page_size=page,
+        mla=mla,
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     """One append.

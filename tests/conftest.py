@@ -49,6 +49,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.skip("; ".join(refused.reasons))
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models on a shared machine: threads cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with a tokenizer of one token a byte, as a local folder."""

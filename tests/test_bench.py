@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,3 +149,81 @@ class TestMeasure:
         specs = [SPEC, *(replace(SPEC, **c) for c in ({"window": 9}, {"layout": "hnd"}, {"precision": "exact"}))]
         assert len({cases.prefill(s, 1, 8).name for s in specs}) == 4
         assert [s.layout for s in cases.in_layouts(replace(SPEC, page_size=16))] == ["nhd", "hnd"]
+
+
+def test_cold_and_warm_starts_are_records(tmp_path):
+    out = tmp_path / "start.jsonl"
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "start.py"
+    small = ("--max-batch", "1", "--max-tokens", "2", "--max-context", "64")
+    command = [sys.executable, script, "--out", out, "--device", "cpu", "--models", "smollm2-135m", "--", *small]
+    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+    cold, warm = read_records([out])
+    assert (cold.case, warm.case) == tuple(f"start/smollm2-135m/fp8_e4m3/{kind}" for kind in ("cold", "warm"))
+    assert cold.op == "start" and cold.us > 1e5 and cold.run == warm.run and cold.spec["compiled"] == 0
+    command[command.index("smollm2-135m")] = "no-such-model"
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+    assert [r.us for r in read_records([out])][2:] == [None, None]
+    assert "no-such-model" in list(read_records([out]))[2].error
+
+
+class _Graphs:
+    """torch.cuda as `time_calls` uses it, on a clock that calls move: what is captured and how often it is replayed."""
+
+    def __init__(self, monkeypatch, call_ms: float) -> None:
+        import contextlib
+
+        self.now, self.call_ms, self.captured, self.replays, self.capturing = 0.0, call_ms, 0, 0, False
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = outer.now
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.at - self.at
+
+        class Graph:
+            def replay(self) -> None:
+                outer.replays += 1
+                outer.now += outer.captured * outer.call_ms
+
+        @contextlib.contextmanager
+        def graph(_: object):
+            self.capturing = True
+            yield
+            self.capturing = False
+
+        class Stream:
+            def __init__(self, _: object = None) -> None: ...
+
+            def wait_stream(self, _: object) -> None: ...
+
+        fakes = {"Event": Event, "CUDAGraph": Graph, "graph": graph, "Stream": Stream, "current_stream": Stream}
+        fakes |= {"stream": lambda _: contextlib.nullcontext(), "synchronize": lambda _: None}
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def call(self) -> None:
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.now += self.call_ms
+
+
+@pytest.mark.parametrize(
+    ("sets", "call_ms", "captured", "replays"),
+    [(2, 0.01, 8, 3 + 5), (3, 0.01, 9, 3 + 5), (16, 0.01, 16, 3 + 5), (2, 10.0, 2, 1 + 5), (1, 4.0, 8, 3 + 5)],
+)
+def test_short_calls_share_a_replay_and_long_ones_are_not_repeated_more_than_they_must(
+    monkeypatch, sets, call_ms, captured, replays
+):
+    graphs = _Graphs(monkeypatch, call_ms)
+    timing = time_calls([graphs.call] * sets, "cuda", seconds=0.0)
+    assert (graphs.captured, graphs.replays) == (captured, replays)
+    assert timing.us == pytest.approx(call_ms * 1e3)

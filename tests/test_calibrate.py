@@ -17,7 +17,7 @@ from transformers_models import prompts, tiny  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.errors import InvalidInput, Unsupported  # noqa: E402
 from octavo.formats import FORMATS, dequantise, quantise  # noqa: E402
-from octavo.integrations import _checkpoint_scales as checkpoint  # noqa: E402
+from octavo.integrations import checkpoint_scales as checkpoint  # noqa: E402
 from octavo.integrations import transformers as plugin  # noqa: E402
 from octavo.quality import calibrate as quality  # noqa: E402
 from octavo.quality.calibrate import Calibration, Extent, Tally, calibrate, load_scales  # noqa: E402

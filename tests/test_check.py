@@ -18,7 +18,7 @@ from rich.text import Text  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.cli.main import app  # noqa: E402
-from octavo.cli.progress import for_tables, show_table  # noqa: E402
+from octavo.cli.progress import for_messages, for_tables, show_table  # noqa: E402
 from octavo.reference import decode as reference_decode  # noqa: E402
 from octavo.testing import indexer_support, support  # noqa: E402
 from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
@@ -188,3 +188,36 @@ def test_a_wrong_indexer_is_seen(operation, monkeypatch):
         monkeypatch.setattr(indexer_support, name, off)
     (fault,) = indexer_support._faults(operation, indexer_support.SPECS[1])("reference", cpu)
     assert fault.startswith(f"{operation}: ")
+
+
+def test_what_compiles_is_compiled_first_in_processes(monkeypatch: pytest.MonkeyPatch):
+    from octavo.bench import processes
+    from octavo.cli import check as command
+    from octavo.testing import support
+
+    asked: list[Any] = []
+
+    def recorded(function, of, device, jobs, advance):
+        asked.append((function, of, jobs))
+
+    monkeypatch.setattr(processes, "in_processes", recorded)
+    todo = support.checks(torch.device("cpu"), True)
+    command._compile(todo, True, None, torch.device("cpu"), None, for_messages())
+    assert asked == [], "a CPU compiles nothing"
+    command._compile(todo, True, None, torch.device("cpu"), 3, for_messages())
+    ((function, of, jobs),) = asked
+    assert jobs == 3 and len({i for ((_, _, i),) in of}) == len(of) > 10
+    assert {todo[i].backend for ((_, _, i),) in of if todo[i].op != "append"} == {"gluon", "triton"}
+    assert sum(one.op == "append" for one in todo) == sum(todo[i].op == "append" for ((_, _, i),) in of)
+    function(of[0][0], torch.device("cpu"))
+
+
+def test_processes_run_checks():
+    from octavo.bench.processes import in_processes
+    from octavo.cli import check as command
+
+    done: list[int] = []
+    in_processes(
+        command._run_one, [[(True, "reference", 0)], [(True, "reference", 1)]], torch.device("cpu"), 2, done.append
+    )
+    assert done == [1, 1]

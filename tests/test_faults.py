@@ -53,9 +53,6 @@ def raising(error: BaseException) -> Any:
     return function
 
 
-# ---- memory
-
-
 @pytest.mark.parametrize("changes", [{}, {"layout": "nhd"}, {"layout": "hnd", "kv_dtype": "bfloat16"}])
 def test_a_cache_too_large_says_what_would_fit(changes):
     spec = AttentionSpec(4, 2, 64, **changes)
@@ -96,9 +93,6 @@ def test_other_errors_of_an_allocation_are_not_taken_for_one_of_memory(monkeypat
     monkeypatch.setattr(torch, "zeros", raising(RuntimeError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         PagedCache.allocate(SPEC, 3, "cpu")
-
-
-# ---- Triton and the driver
 
 
 def test_a_triton_without_gluon_is_refused_with_the_rule(monkeypatch):
@@ -167,9 +161,6 @@ def test_a_driver_older_than_torchs_cuda_is_told(monkeypatch):
     assert "there is none: The NVIDIA driver on your system is too old" in err
 
 
-# ---- files
-
-
 @pytest.mark.parametrize("command", ["calibrate", "accuracy", "demo"])
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(command, tmp_path):
     file = tmp_path / "file"
@@ -191,9 +182,6 @@ def test_records_on_a_full_disk_are_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(RecordFile, "write", raising(OSError(errno.ENOSPC, "No space left on device")))
     code, _, err = run("bench", "--out", str(tmp_path / "r.jsonl"), "--device", "cpu", "--seconds", "0.001")
     assert code == 2 and "octavo: No space left on device" in err and "Traceback" not in err
-
-
-# ---- standard output
 
 
 @pytest.mark.parametrize("arguments", [EXPLAIN, (*EXPLAIN, "--json"), ("--help",), ("--version",)])
@@ -219,9 +207,6 @@ def test_output_that_nobody_opened_is_no_fault():
     process = octavo(*EXPLAIN, stdout=None, preexec_fn=lambda: os.close(1))
     _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
-
-
-# ---- interrupts
 
 
 @pytest.mark.parametrize(

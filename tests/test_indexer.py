@@ -45,9 +45,6 @@ def random_query(*shape, seed=1):
     return torch.randn(*shape, generator=generator).to(E4M3)
 
 
-# ---- append
-
-
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2", "ue8m0"])
 @pytest.mark.parametrize(("page_size", "head_dim"), [(64, 128), (16, 64)])
 def test_page_bytes_are_keys_then_scales(scale_format, page_size, head_dim):
@@ -118,9 +115,6 @@ def test_view_names_what_came():
         )
     with pytest.raises(octavo.InvalidInput, match="fp32, pow2, ue8m0; came 'mx'"):
         octavo.IndexerCache.allocate(1, device="cpu", scale_format="mx")
-
-
-# ---- logits
 
 
 def test_closed_form_of_scales_is_exact():
@@ -285,9 +279,6 @@ def test_no_rows_and_no_keys():
     assert octavo.topk_indices(none, int32(5, 5), 3).tolist() == [[-1, -1, -1]] * 2
 
 
-# ---- top-k
-
-
 def test_topk_is_in_order_of_index_with_ties_to_the_lower_and_padding_last():
     logits = torch.tensor(
         [
@@ -327,9 +318,6 @@ def test_token_slots_follow_the_page_table():
     assert slots.tolist() == [[448, 511, 192, -1], [9 * 64, -1, 5 * 64, (2**31 - 1) * 64 + 1]]
     assert torch.equal(token_slots(chosen[[0, 0, 1, 1]], table, 64, n=2), slots[[0, 0, 1, 1]])
     assert visible_lengths(int32(5, 1), 3).tolist() == [3, 4, 5, 0, 0, 1]
-
-
-# ---- the border
 
 
 def test_arguments_are_refused_with_what_was_needed_and_what_came():

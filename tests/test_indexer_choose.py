@@ -116,8 +116,6 @@ def test_explain_shows_the_indexers_plan():
     assert "indexer" not in explain("llama-3.1-8b", "--device", "h200")[1]
 
 
-# ---- cases and records
-
 SMALL = IndexerSpec(num_heads=16, head_dim=64, top_k=20)
 SMALL_CASES = [
     cases.paged(2, 300, 2, SMALL),

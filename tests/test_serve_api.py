@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from serve_models import NAME, byte_tokenizer, generated, running, tiny_loaded
 
 from octavo.integrations.transformers import enable
@@ -18,16 +17,9 @@ from octavo.quality.load import LoadedModel
 from octavo.serve import server as server_module
 
 openai = pytest.importorskip("openai", reason="the official client is a test dependency")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -249,7 +249,7 @@ def test_two_ranks_write_what_one_writes(folder):
 
 
 def test_families_that_ranks_cannot_share_are_refused():
-    from octavo.integrations._transformers_models import FAMILIES, _refuse_tensor_parallel
+    from octavo.integrations.transformers_models import FAMILIES, _refuse_tensor_parallel
 
     model = tiny("llama")
     with pytest.raises(Unsupported, match="whole KV heads; there are 2 for 3 ranks"):

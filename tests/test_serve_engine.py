@@ -19,16 +19,8 @@ from octavo.serve.requests import Sampling
 from octavo.serve.runner import Batch, Runner, check_positions
 from octavo.serve.scheduler import Share
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 70, 33, 9)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small models on a shared machine: threads cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def some_prompts() -> list[list[int]]:

@@ -1,7 +1,7 @@
 """What the SGLang plug-in uses is in every release that it is for: methods, parameters, attributes, options.
 
-The releases are records (tools/record_signatures.py), so nothing of SGLang is needed; the plug-in is read as source, so
-that whatever it uses is compared, not a list of it.
+The releases are records (tools/record_sglang_interface.py), so nothing of SGLang is needed; the plug-in is read as
+source, so that whatever it uses is compared, not a list of it.
 """
 
 from __future__ import annotations

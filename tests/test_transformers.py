@@ -13,16 +13,8 @@ from octavo import InvalidInput
 from octavo.formats import FORMATS, dequantise, quantise
 from octavo.integrations.transformers import FAMILIES, enable
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WINDOWED = ("qwen3", "mistral", "gpt_oss", "gemma2", "gemma3_text")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small models on a shared machine: threads cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def generations(model: Any) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import AttentionSpec, InvalidInput, PagedCache
-from octavo.integrations._pages import FIRST_PAGES, PagePool, Sequences
+from octavo.integrations.pages import FIRST_PAGES, PagePool, Sequences
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=16, kv_dtype="float32", page_size=4, layout="nhd")
 

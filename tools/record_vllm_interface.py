@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from interface_source import release_in, signature, tree_of
 
 CLASSES = {
     "vllm.v1.attention.backend": (
@@ -45,25 +46,9 @@ LAYER = "vllm.model_executor.layers.attention.attention"
 CALLS = ("impl_cls", "do_kv_cache_update", "forward")  # of an implementation, by vLLM's layer
 
 
-def tree_of(folder: Path, module: str) -> ast.Module | None:
-    """The syntax tree of a module, None where the release has no such file."""
-    path = folder.joinpath(*module.split(".")).with_suffix(".py")
-    return ast.parse(path.read_text()) if path.exists() else None
-
-
-def signature(function: ast.FunctionDef) -> str:
-    """Parameters as Python reads them, "..." for every default: what a call must and may pass."""
-    given, parts = function.args, []
-    positional = [*given.posonlyargs, *given.args]
-    required = len(positional) - len(given.defaults)
-    parts += [a.arg + ("" if i < required else "=...") for i, a in enumerate(positional)]
-    if given.vararg or given.kwonlyargs:
-        parts.append(f"*{given.vararg.arg}" if given.vararg else "*")
-    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    parts += [a.arg + ("" if default is None else "=...") for a, default in pairs]
-    if given.kwarg:
-        parts.append(f"**{given.kwarg.arg}")
-    return f"({', '.join(parts)})"
+def call_signature(function: ast.FunctionDef) -> str:
+    """Parameters with "..." for every default: what a call must and may pass."""
+    return signature(function, lambda value: "...")
 
 
 def describe_class(node: ast.ClassDef) -> dict[str, Any]:
@@ -73,7 +58,7 @@ def describe_class(node: ast.ClassDef) -> dict[str, Any]:
         if isinstance(item, ast.FunctionDef):
             marks = {ast.unparse(d).split(".")[-1] for d in item.decorator_list}
             kinds = [k for k in ("abstractmethod", "staticmethod", "classmethod", "property") if k in marks]
-            methods[item.name] = " ".join([*kinds, signature(item)])
+            methods[item.name] = " ".join([*kinds, call_signature(item)])
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             fields[item.target.id] = literal(item.value)
         elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
@@ -113,15 +98,13 @@ def describe_layer(tree: ast.Module) -> dict[str, Any]:
 
 def record(folder: Path) -> dict[str, Any]:
     """Everything that octavo uses of the release in `folder`."""
-    names = [path.name for path in folder.glob("vllm-*.dist-info")]
-    version = next(m.group(1) for name in names if (m := re.match(r"vllm-([\w.+]+)\.dist-info", name)))
-    found: dict[str, Any] = {"version": version, "classes": {}, "functions": {}}
+    found: dict[str, Any] = {"version": release_in(folder, "vllm"), "classes": {}, "functions": {}}
     for module, wanted in CLASSES.items():
         nodes = {n.name: n for n in getattr(tree_of(folder, module), "body", []) if isinstance(n, ast.ClassDef)}
         found["classes"][module] = {name: describe_class(nodes[name]) for name in wanted if name in nodes}
     for module, wanted in FUNCTIONS.items():
         nodes = {n.name: n for n in getattr(tree_of(folder, module), "body", []) if isinstance(n, ast.FunctionDef)}
-        found["functions"][module] = {name: signature(nodes[name]) for name in wanted if name in nodes}
+        found["functions"][module] = {name: call_signature(nodes[name]) for name in wanted if name in nodes}
     layer = tree_of(folder, LAYER)
     assert layer is not None, f"{folder} holds no {LAYER}"
     found["layer"] = describe_layer(layer)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TRITON = ("append", "prefill", "decode", "index_append", "mqa_logits", "topk")
+TRITON = ("append", "prefill", "decode", "merge_states", "index_append", "mqa_logits", "topk")
 GLUON = ("decode", "prefill", "mqa_logits", "plan", "prefill_plan")
 COLUMNS = (("triton", TRITON, "h200"), ("triton", TRITON, "b200"), ("gluon", GLUON, "h200"))
 

@@ -130,7 +130,8 @@ class _Run:
         from ..quality import load
         from ..quality.accuracy import Subject, calibrated, check_context, context_of, from_file, variants
         from ..quality.calibrate import has_latent
-        from ..quality.text import file_windows, library_windows
+        from ..quality.text import check_file
+        from ..quality.text import windows as text_windows
         from .target import target_device
 
         load.require(PACKAGES, EXTRAS)
@@ -138,13 +139,12 @@ class _Run:
         self.device = on = target_device(device)
         chosen = _choices(asked, on.type)
         report.writable(self.out)
-        if data is not None and not data.is_file():
-            raise InvalidInput(f"--data must be a file; {data} is {'a folder' if data.is_dir() else 'not there'}")
+        check_file("--data", data)
         given = None if scales in ("auto", "none") else from_file(scales)
         quiet()
         with progress.status("Starting") as status:
             say = saying(progress, status)
-            loaded = load.load_default(say) if model is None else load.load_named(model, say)
+            loaded = load.load(model, say)
             check_context(context_of(loaded.model), self.size.length)
             self.contexts = self._held(loaded, context_of(loaded.model))
             latent = has_latent(loaded.model)
@@ -153,11 +153,7 @@ class _Run:
                 scales = "none"
                 progress.print("The cache holds a latent, which is not calibrated: its scale is 1.0")
             count = self.size.windows + (CALIBRATED if scales == "auto" else 0)
-            text = (
-                library_windows(loaded.tokenizer, count, self.size.length)
-                if data is None
-                else file_windows(data, loaded.tokenizer, count, self.size.length)
-            )
+            text = text_windows(data, loaded.tokenizer, count, self.size.length)
             self.text, rest = text.split(self.size.windows)
             of = given or (lambda *_: None)
             if scales == "auto":

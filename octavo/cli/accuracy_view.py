@@ -33,7 +33,7 @@ def show(results: dict[str, Any], out: Path) -> None:
 
 
 def _percent(estimate: dict[str, Any], digits: int = 2) -> str:
-    """A share with half its interval's width; a bare figure where there is no interval."""
+    """A share with its interval; a bare figure where there is none."""
     return _with_interval({k: None if v is None else v * 100 for k, v in estimate.items()}, digits, " %")
 
 

@@ -82,7 +82,7 @@ def _run(
     from ..quality.calibrate import Calibration, check_plain, sensitivity
     from ..quality.calibrate import calibrate as measure
     from ..quality.scaled_checkpoint import write_checkpoint
-    from ..quality.text import file_windows, library_windows
+    from ..quality.text import windows as text_windows
     from .target import target_device
 
     # All that can be refused without a model is refused first.
@@ -94,16 +94,12 @@ def _run(
     quiet()
     with progress.status("Starting") as status:
         say = saying(progress, status)
-        loaded = load.load_default(say) if model is None else load.load_named(model, say)
+        loaded = load.load(model, say)
         check_plain(loaded.model)
         source = _checkpoint_folder(loaded, outs, options)
         count, length = size
         check_context(context_of(loaded.model), length)
-        text = (
-            library_windows(loaded.tokenizer, count, length)
-            if data is None
-            else file_windows(data, loaded.tokenizer, count, length)
-        )
+        text = text_windows(data, loaded.tokenizer, count, length)
     subject = loaded.model.to(on)
     with bar(progress, "Calibrating", 2 * text.tokens.numel()) as advance:
         found = measure(subject, text.tokens, advance=advance, **options)
@@ -148,7 +144,7 @@ def _checkpoint_folder(loaded: LoadedModel, outs: tuple[Path, Path | None], opti
     out, checkpoint = outs
     if checkpoint is None:
         return None
-    from ..integrations._checkpoint_scales import folder_of
+    from ..integrations.checkpoint_scales import folder_of
     from ..quality.scaled_checkpoint import check_checkpoint
 
     if checkpoint.absolute() == out.absolute():

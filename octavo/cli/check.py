@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..backends import BY_NAME
+from ..backends import BACKENDS, BY_NAME
 from ..errors import InvalidInput
 from .progress import bar, for_messages, for_tables, show_table
 
 if TYPE_CHECKING:
-    from ..testing.support import Outcome
+    import torch
+
+    from ..testing.support import Check, Outcome
 
 SHOWN_FAILURES = 20
 SHOWN_REASONS = 6
@@ -23,6 +26,9 @@ def check(
     quick: Annotated[bool, typer.Option(help="The first cells of the grid; under a minute.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option(help="gluon, triton, reference; auto: each, and what is chosen.")] = "auto",
+    jobs: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile first; 0: none; one a processor unless told.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """Run every cell of the support table on this machine and print how many passed, were refused and failed.
@@ -39,10 +45,12 @@ def check(
     on = target_device(device)
     progress = for_messages()
     started = time.perf_counter()
-    todo = support.checks(on, quick, None if backend == "auto" else backend)
+    named = None if backend == "auto" else backend
+    todo = support.checks(on, quick, named)
     outcomes: list[Outcome] = []
     interrupted = False
     try:
+        _compile(todo, quick, named, on, jobs, progress)
         with bar(progress, f"Checking {len(todo)} cells", len(todo)) as advance:
             for one in todo:
                 outcomes.append(one.run())
@@ -65,6 +73,34 @@ def check(
         raise typer.Exit(130)
     if any(outcome.word == "failed" for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def _compile(
+    todo: list[Check], quick: bool, named: str | None, device: torch.device, jobs: int | None, progress: Any
+) -> None:
+    """Run the checks of compiled backends in several processes first, so that one after the other they find kernels."""
+    from ..bench.processes import in_processes, processors
+
+    if jobs is None:
+        jobs = 0 if device.type == "cpu" else processors()
+    own = [backend.name for backend in BACKENDS[:-1]]  # the last is the reference; what is chosen is one of the others
+    compiled = [i for i, one in enumerate(todo) if one.backend in own or one.op == "append"]
+    if jobs and compiled:
+        with bar(progress, "Compiling", len(compiled)) as advance:
+            in_processes(_run_one, [[(quick, named, i)] for i in compiled], device, jobs, advance)
+
+
+def _run_one(check: tuple[bool, str | None, int], device: torch.device) -> None:
+    """In another process: one check by its number."""
+    quick, named, index = check
+    _checks(quick, named, device)[index].run()
+
+
+@functools.lru_cache
+def _checks(quick: bool, named: str | None, device: torch.device) -> list[Check]:
+    from ..testing import support
+
+    return support.checks(device, quick, named)
 
 
 def _show(console: Any, result: dict[str, Any], outcomes: list[Outcome]) -> None:

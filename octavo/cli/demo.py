@@ -11,12 +11,15 @@ import time
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InvalidInput
 from .progress import bar, quiet, saying
+
+if TYPE_CHECKING:
+    from ..quality.text import Windows
+    from ..quality.trial import Size, Trial
 
 REPORT = Path("octavo-demo.html")
 EXTRAS = "transformers,report"
@@ -66,6 +69,7 @@ def _run(
     """What `demo` does once there is a console; returns the results."""
     from ..bench import report
     from ..quality import load
+    from ..quality.text import check_file
     from ..spec import dtype_name, one_of
 
     started = time.perf_counter()
@@ -74,29 +78,17 @@ def _run(
     one_of("--kv-cache-dtype", kv_dtype, ("fp8_e4m3", "fp8_e5m2"))
     load.require(("transformers", "safetensors", *report.PACKAGES), EXTRAS)
     report.writable(out)
-    if text is not None and not text.is_file():
-        raise InvalidInput(f"--text must be a file; {text} is {'a folder' if text.is_dir() else 'not there'}")
+    check_file("--text", text)
 
     from ..quality import trial
     from ..quality.page import demo_page
-    from ..quality.text import file_windows, library_windows
     from .target import target_device
 
     on = target_device(device)
     quiet()
     size = trial.QUICK if quick else trial.Size()
     size = size if windows is None else replace(size, windows=windows)
-    with progress.status("Starting") as status:
-        say = saying(progress, status)
-        loaded = load.load_default(say) if model is None else load.load_named(model, say)
-        say("Choosing text")
-        chosen = (
-            library_windows(loaded.tokenizer, size.windows, size.length)
-            if text is None
-            else file_windows(text, loaded.tokenizer, size.windows, size.length)
-        )
-        say("Planning")
-        subject = trial.Trial(loaded, kv_dtype, on)
+    subject, chosen = _prepared(model, text, kv_dtype, size, on, progress)
     results: dict[str, Any] = {
         "schema": 1,
         "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -122,6 +114,22 @@ def _run(
     else:
         typer.echo(json.dumps(results, indent=2))
     return results
+
+
+def _prepared(
+    model: str | None, text: Path | None, kv_dtype: str, size: Size, device: Any, progress: Any
+) -> tuple[Trial, Windows]:
+    """The model with its two caches, and the text to score."""
+    from ..quality import load, trial
+    from ..quality.text import windows as text_windows
+
+    with progress.status("Starting") as status:
+        say = saying(progress, status)
+        loaded = load.load(model, say)
+        say("Choosing text")
+        chosen = text_windows(text, loaded.tokenizer, size.windows, size.length)
+        say("Planning")
+        return trial.Trial(loaded, kv_dtype, device), chosen
 
 
 def _view() -> Any:

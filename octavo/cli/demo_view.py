@@ -10,14 +10,10 @@ from rich.text import Text
 
 from ..quality.page import LABELS
 from ..quality.trial import FP8, SIXTEEN
+from .progress import for_tables
 
 FORMAT_COLOR, SIXTEEN_COLOR = "dark_orange", "dodger_blue2"
-
-
-def _console() -> Console:
-    # Piped output has no width of its own; 80 columns would wrap the plan's sentences twice.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100)
+WIDTH = 100  # of what is piped: 80 columns would wrap the plan's sentences twice
 
 
 def _heading(console: Console, words: str) -> None:
@@ -27,7 +23,7 @@ def _heading(console: Console, words: str) -> None:
 
 def show_plan(results: dict[str, Any]) -> None:
     """The model's line, the cache's line, and the plan."""
-    console, model, cache = _console(), results["model"], results["cache"]
+    console, model, cache = for_tables(WIDTH), results["model"], results["cache"]
     _heading(console, f"{model['name']} on {results['environment']['device']}")
     console.print(
         Text(
@@ -47,7 +43,7 @@ def show_plan(results: dict[str, Any]) -> None:
 
 def show_answers(results: dict[str, Any]) -> None:
     """The answers side by side; where they differ is coloured."""
-    console = _console()
+    console = for_tables(WIDTH)
     _heading(console, "Answers, greedy; coloured from where they differ")
     table = Table(show_lines=True, expand=True)
     table.add_column(LABELS[SIXTEEN], ratio=1)
@@ -67,7 +63,7 @@ def show_answers(results: dict[str, Any]) -> None:
 
 def show_scores(results: dict[str, Any]) -> None:
     """Perplexity, divergence and agreement by side; the cache's error; the checks; where the report is."""
-    console, text, quality = _console(), results["text"], results["quality"]
+    console, text, quality = for_tables(WIDTH), results["text"], results["quality"]
     _heading(console, f"{text['windows']} windows of {text['length']:,} tokens: {text['source']}")
     console.print(
         Text(

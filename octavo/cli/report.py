@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..bench.evidence import Evidence
 
 EXTRAS = "report"
 
@@ -15,6 +18,9 @@ def report(
     out: Annotated[Path, typer.Option(help="Where the HTML page goes.")] = Path("report.html"),
     markdown: Annotated[Path | None, typer.Option(help="Also tables for a README.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Also the first figure, as SVG.")] = None,
+    document: Annotated[
+        Path | None, typer.Option(help="Also a Markdown document of all of it, its figures in figures/ beside it.")
+    ] = None,
 ) -> None:
     """Draw what was measured: speed against context, every cell with its peers, accuracy, plans, what was refused.
 
@@ -25,7 +31,7 @@ def report(
     from ..quality.load import require
 
     require(pages.PACKAGES, EXTRAS)
-    outs = {"--out": out, "--markdown": markdown, "--figure": figure}
+    outs = {"--out": out, "--markdown": markdown, "--figure": figure, "--document": document}
     taken = [path.resolve() for path in files]
     for option, path in outs.items():
         if path is None:
@@ -53,3 +59,32 @@ def report(
     if figure is not None and first is not None:
         pages.write(figure, first.svg)
         typer.echo(f"figure: {figure}")
+    if document is not None:
+        _write_document(document, files, found)
+
+
+def _as_typed(files: list[Path]) -> list[str]:
+    """The files, those that are all of a folder's records as a pattern."""
+    told = []
+    for path in files:
+        of_folder = sorted(path.parent.glob("*.jsonl"))
+        whole = len(of_folder) > 1 and set(of_folder) <= set(files)
+        told.append(str(path.parent / "*.jsonl") if whole and path.suffix == ".jsonl" else str(path))
+    return list(dict.fromkeys(told))
+
+
+def _write_document(path: Path, files: list[Path], found: Evidence) -> None:
+    """The document and its figures; figures of an earlier one that it does not show are taken away."""
+    from ..bench import report as pages
+    from ..bench.evidence_document import FIGURE_NAMES, document
+
+    made = document(found, f"octavo report {' '.join(_as_typed(files))} --document {path}")
+    folder = path.expanduser().absolute().parent / "figures"
+    folder.mkdir(exist_ok=True)
+    for name, svg in made.figures.items():
+        pages.write(folder / name, svg)
+    for old in folder.glob(FIGURE_NAMES):
+        if old.name not in made.figures:
+            old.unlink()
+    pages.write(path, made.text)
+    typer.echo(f"document: {path}, {len(made.figures)} figures in {folder}")

@@ -8,7 +8,7 @@ import torch
 
 from ..cache import PagedCache
 from ..formats import FORMATS
-from ._pages import Step
+from .pages import Step
 
 
 @dataclass

@@ -15,7 +15,8 @@ from ..errors import Unsupported
 from ..formats import TORCH_DTYPES
 from ..notices import log
 from ..spec import AttentionSpec, dtype_name
-from ._sglang_support import backend_names, layer_reasons, option, verify_rows
+from ._kernel_reasons import kernel_reasons
+from ._sglang_support import backend_names, option, verify_rows
 from .sglang import NAMES
 
 
@@ -109,7 +110,7 @@ class Kinds:
     """One Attention for each kind of layer, which share a workspace and are planned together."""
 
     def __init__(self, specs: list[AttentionSpec], bounds: Bounds, device: torch.device) -> None:
-        found = (layer_reasons(spec, device_of(device)) for spec in dict.fromkeys(specs))
+        found = (kernel_reasons(spec, device_of(device)) for spec in dict.fromkeys(specs))
         broken = list(dict.fromkeys(reason for reasons in found for reason in reasons))
         if broken:
             nearest = "--page-size 64" if any("page_size" in reason for reason in broken) else None

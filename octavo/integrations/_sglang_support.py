@@ -6,12 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends import BACKENDS, PHASES
-from ..choose import choose, merge_phases, phrase, verdicts
-from ..device import Device
-from ..errors import Unsupported
-from ..spec import AttentionSpec
-
 CHAINS = ("EAGLE", "EAGLE3", "STANDALONE")  # draft algorithms whose trees are chains with a top-k of 1
 
 
@@ -151,24 +145,3 @@ def _pool_reasons(runner: Any) -> list[str]:
         if layout != "nhd":
             broken.append(f"needs a pool that SGLang lays out as nhd; found {layout}")
     return broken
-
-
-def layer_reasons(spec: AttentionSpec, device: Device) -> list[str]:
-    """Why no kernel runs `spec` on `device`; empty if one does. On a GPU the reference is for checking, not serving.
-
-    A backend that OCTAVO_BACKEND names, the reference too, is taken at its word.
-    """
-    try:
-        choice = choose(spec, device)
-    except Unsupported as refusal:
-        return list(refusal.reasons)
-    fallen = [p for p in PHASES if choice.phase(p).backend == "reference" and "named" not in choice.phase(p).why]
-    if not fallen or device.arch == "cpu":
-        return []
-    against = {phase: verdicts(spec, device, phase) for phase in fallen}
-    return [
-        f"{backend.name}: {phrase(*pair)}"
-        for backend in BACKENDS
-        if backend.name != "reference"
-        for pair in merge_phases({p: against[p][backend.name].reasons if p in against else () for p in PHASES})
-    ]

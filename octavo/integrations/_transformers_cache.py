@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import InvalidInput
-from ._pages import PagePool, Sequences, Step
+from .pages import PagePool, Sequences, Step
 
 KEYWORD = "octavo_layer"
 

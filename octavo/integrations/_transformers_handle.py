@@ -15,8 +15,8 @@ from ..choose import Choice, layer_ranges
 from ..errors import InvalidInput
 from ..spec import AttentionSpec
 from ._cache_error import CacheError
-from ._pages import PagePool, Step
-from ._transformers_models import absorb_output, absorb_query
+from .pages import PagePool, Step
+from .transformers_models import absorb_output, absorb_query
 
 if TYPE_CHECKING:
     from ._transformers_cache import PagedKVCache, PagedLayer

@@ -6,12 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from ..backends import BACKENDS, PHASES
-from ..choose import choose, merge_phases, phrase, verdicts
 from ..device import Device, from_properties
 from ..errors import InvalidInput, Unsupported
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec, dtype_name
+from ._kernel_reasons import kernel_reasons
 from ._vllm_releases import KERNEL_BLOCKS, PREFERRED_BLOCK, decode_rows, kernel_block, precision
 
 KV_DTYPES = {
@@ -64,32 +63,9 @@ def device_here() -> Device:
     return device_of(current_platform.get_device_capability())
 
 
-def reasons_against(spec: AttentionSpec, device: Device) -> list[str]:
-    """Why no kernel runs `spec` on `device`; empty if one does. On a GPU the reference is for checking, not serving.
-
-    A backend named by OCTAVO_BACKEND, the reference too, is taken at its word.
-    """
-    try:
-        choice = choose(spec, device)
-    except Unsupported as refusal:
-        return list(refusal.reasons)
-    fallen = [
-        p for p in PHASES if choice.phase(p).backend == "reference" and not choice.phase(p).why.startswith("named")
-    ]
-    if not fallen or device.arch == "cpu":
-        return []
-    found = {phase: verdicts(spec, device, phase) for phase in fallen}
-    return [
-        f"{backend.name}: {phrase(*pair)}"
-        for backend in BACKENDS
-        if backend.name != "reference"
-        for pair in merge_phases({p: found[p][backend.name].reasons if p in found else () for p in PHASES})
-    ]
-
-
 def check(spec: AttentionSpec, device: Device) -> None:
     """Raise Unsupported, with every reason, unless a kernel runs `spec` on `device`."""
-    reasons = reasons_against(spec, device)
+    reasons = kernel_reasons(spec, device)
     if reasons:
         raise Unsupported("octavo cannot run this attention layer of vLLM's", reasons)
 
@@ -116,7 +92,7 @@ def configuration_reasons(asked: dict[str, Any], vllm_config: Any) -> list[str]:
         spec = configuration_spec({**asked, "kv_cache_dtype": kv_cache_dtype}, vllm_config)
     except InvalidInput as malformed:
         return [*reasons, str(malformed)]
-    return reasons + reasons_against(spec, device_of(asked["device_capability"]))
+    return reasons + kernel_reasons(spec, device_of(asked["device_capability"]))
 
 
 NOT_AT_ALL = (

@@ -24,11 +24,11 @@ from ..choose import choose
 from ..errors import InvalidInput, Unsupported
 from ..notices import say_once
 from ..spec import AttentionSpec, dtype_name
-from . import _checkpoint_scales as checkpoint
-from ._pages import PagePool
+from . import checkpoint_scales as checkpoint
 from ._transformers_handle import Handle
 from ._transformers_indexer import INDEXED, IndexerHandle, disable_indexer, enable_indexer
-from ._transformers_models import FAMILIES, Attending, attending, layer_specs
+from .pages import PagePool
+from .transformers_models import FAMILIES, Attending, attending, layer_specs
 
 if TYPE_CHECKING:
     from ._transformers_cache import PagedKVCache, PagedLayer

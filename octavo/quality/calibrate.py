@@ -292,7 +292,7 @@ def _side(tally: Tally, extent: Extent, method: str, granularity: str) -> dict[s
 
 def has_latent(model: Any) -> bool:
     """Whether the model's cache holds a latent (MLA). Unsupported for a model that octavo does not run."""
-    from ..integrations._transformers_models import attending
+    from ..integrations.transformers_models import attending
 
     return attending(model).family.mla
 

@@ -36,6 +36,11 @@ def require(packages: Iterable[str], extras: str) -> None:
         raise InvalidInput(f'{" and ".join(missing)} not installed: pip install "octavo[{extras}]"')
 
 
+def load(name: str | None, say: Callable[[str], None]) -> LoadedModel:
+    """What a command's model argument means: None is the default model, else a folder or a hub id."""
+    return load_default(say) if name is None else load_named(name, say)
+
+
 def load_default(say: Callable[[str], None]) -> LoadedModel:
     """SmolLM2-135M-Instruct in bf16: the kept copy if there is one, else the installed GGUF file, which is then kept.
 

@@ -44,6 +44,19 @@ class Windows:
         return Windows(self.tokens[:count], self.source, self.names[:count]), self.tokens[count:]
 
 
+def windows(path: Path | None, tokenizer: Any, count: int, length: int) -> Windows:
+    """`count` windows of `length` tokens from the text in `path`; None: from the language reference."""
+    if path is None:
+        return library_windows(tokenizer, count, length)
+    return file_windows(path, tokenizer, count, length)
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raise InvalidInput, naming the option, for a path that is given and is no file."""
+    if path is not None and not path.is_file():
+        raise InvalidInput(f"{option} must be a file; {path} is {'a folder' if path.is_dir() else 'not there'}")
+
+
 def library_windows(tokenizer: Any, count: int, length: int) -> Windows:
     """`count` windows of `length` tokens from ``pydoc_data.topics``, the language reference that ``help()`` prints.
 

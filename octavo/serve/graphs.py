@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..integrations._pages import Step
+from ..integrations.pages import Step
 
 if TYPE_CHECKING:
     from .runner import Batch, Runner

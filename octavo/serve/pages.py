@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ..integrations._pages import PagePool
+from ..integrations.pages import PagePool
 from .requests import Sequence
 
 ROOT = hashlib.sha256(b"octavo prefix").digest()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from ..integrations._pages import Step
-from ..integrations._transformers_handle import Handle
+from ..integrations.pages import Step
+from ..integrations.transformers import Handle
 from .graphs import DecodeGraphs
 from .scheduler import Share
 

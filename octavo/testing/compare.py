@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..formats import FORMATS, TORCH_DTYPES
+from ..formats import FORMATS, cast
 from ..reference.attention import attention, gather, visible_tokens
 from .inputs import Batch
 
@@ -83,19 +83,26 @@ def plain_bf16(batch: Batch) -> torch.Tensor:
     return result
 
 
+def numbers(batch: Batch, out: torch.Tensor) -> torch.Tensor:
+    """A result of the batch in fp64, an e4m3 one times its scale."""
+    return out.double() * batch.arguments["out_scale"].double() if batch.spec.out_dtype == "fp8_e4m3" else out.double()
+
+
+def rounded(batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """`x` in fp64 as an output of the batch's holds it, where that is e4m3; of another dtype as it is."""
+    if batch.spec.out_dtype != "fp8_e4m3":
+        return x.double()
+    scale, format = batch.arguments["out_scale"].double(), FORMATS["fp8_e4m3"]
+    return numbers(batch, cast(x.double() / scale, format).view(format.dtype))
+
+
 def errors(batch: Batch, out: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor] | None = None) -> Errors:
     """How far `out`, a result of the batch, is from fp64, beside plain bf16 attention; both rounded to out_dtype.
 
     expected: the outputs of `exact` and `plain_bf16`, where several results of one batch are compared.
     """
     truth, plain = expected or (exact(batch)[0], plain_bf16(batch))
-    plain = plain.to(torch.float64)
-    got = out.to(torch.float64)
-    if batch.spec.out_dtype == "fp8_e4m3":
-        scale = batch.arguments["out_scale"].double()
-        got = got * scale
-        largest = FORMATS["fp8_e4m3"].max
-        plain = (plain / scale).clamp(-largest, largest).to(torch.float32).to(TORCH_DTYPES["fp8_e4m3"]).double() * scale
+    got, plain = numbers(batch, out), rounded(batch, plain)
     norm = truth.norm().clamp_min(1e-300)
 
     def pair(x: torch.Tensor) -> tuple[float, float]:

@@ -172,9 +172,6 @@ class Example:
         return q, arguments
 
 
-# ---- specs
-
-
 def _held(spec: AttentionSpec) -> bool:
     """Whether Triton's kernels take it."""
     return not layout_reasons(spec) and (spec.query_dtype != "fp8_e4m3" or spec.kv_dtype == "fp8_e4m3")
@@ -233,9 +230,6 @@ GPU_SPECS = tuple(
         {"layout": "nhd", "num_q_heads": 71, "num_kv_heads": 1, "head_dim": 64, "max_query_len": 16, "lse": True},
     )
 )
-
-
-# ---- batches
 
 
 @st.composite
@@ -325,9 +319,6 @@ def partial_states(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return outs.to(draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))), lses.masked_fill(
         unseen, -math.inf
     )
-
-
-# ---- plans
 
 
 @st.composite

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec
 from . import compare
@@ -151,13 +150,8 @@ def faults(cell: Cell, batch: Batch, out: torch.Tensor) -> list[str]:
     """
     spec = batch.spec
     truth, lse = compare.exact(batch)
-    plain, got = compare.plain_bf16(batch).double(), out.double()
-    rounding = 0.0
-    if spec.out_dtype == "fp8_e4m3":
-        scale, format = batch.arguments["out_scale"].double(), FORMATS["fp8_e4m3"]
-        got = got * scale
-        plain = (plain / scale).clamp(-format.max, format.max).float().to(format.dtype).double() * scale
-        rounding = FP8_ERROR
+    plain, got = compare.rounded(batch, compare.plain_bf16(batch)), compare.numbers(batch, out)
+    rounding = FP8_ERROR if spec.out_dtype == "fp8_e4m3" else 0.0
     lens = batch.query_starts.diff().repeat_interleave(batch.query_starts.diff())
     decodes = lens <= spec.max_query_len
     found = [] if bool(got.isfinite().all()) else ["an output that is not finite"]

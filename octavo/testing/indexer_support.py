@@ -134,10 +134,11 @@ def _compare(operation: str, spec: IndexerSpec, backend: str, device: torch.devi
             mqa_logits(*(t.to(on) for t in tensors), fill=float("-inf"), backend=name).cpu()
             for on, name in ((device, backend), (cpu, "reference"))
         ]
-    return _difference(*both)
+    return difference(*both)
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor) -> str:
+def difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    """What is wrong with logits beside those to expect; nothing where they are right."""
     seen = want.isfinite()
     if not torch.equal(got.isfinite(), seen):
         return "finite where it should not be, or not where it should"

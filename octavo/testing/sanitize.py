@@ -182,7 +182,7 @@ def indexer_faults(spec: Any, device: torch.device) -> Iterator[str]:
             results.append([one.cpu(), other.cpu()])
         else:
             for operation, got, want in zip(("paged_mqa_logits", "mqa_logits"), *results, strict=True):
-                if wrong := indexer_support._difference(got, want):
+                if wrong := indexer_support.difference(got, want):
                     yield f"{backend} {operation}: {wrong}"
 
 

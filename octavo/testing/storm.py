@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from ..attention import Attention
-from ..cache import PagedCache
-from ..formats import FORMATS, dequantise, quantise
 from ..spec import AttentionSpec
 from .graphs import Captured
+from .storm_layers import VOCABULARY, Buffers, Layer, no_synchronisation
 
-VOCABULARY = 509
 GARBAGE = (-1, 2**31 - 1, -(2**31), 10**6)
 
 
@@ -49,58 +47,6 @@ class Tally:
     def add(self, name: str, number: int = 1) -> None:
         """Count."""
         self.counts[name] = self.counts.get(name, 0) + number
-
-
-class Layer:
-    """One model's layer: its cache, its attention, and the keys and values of each token id."""
-
-    def __init__(self, spec: AttentionSpec, pages: int, attention: Attention, seed: int) -> None:
-        self.spec, self.attention = spec, attention
-        device = attention.device
-        generator = torch.Generator().manual_seed(seed)
-        shape = (VOCABULARY, spec.num_kv_heads)
-        self.k = torch.randn(*shape, spec.head_dim, generator=generator).bfloat16().to(device)
-        self.v = torch.randn(*shape, spec.value_dim, generator=generator).bfloat16().to(device)
-        self.q = torch.randn(VOCABULARY, spec.num_q_heads, spec.head_dim, generator=generator).bfloat16().to(device)
-        self.cache = PagedCache.allocate(spec, pages, device, 1 / 16, 1 / 8)
-        format = FORMATS[spec.kv_dtype]
-        scales = (self.cache.k_scale, self.cache.v_scale)
-        # What a token's keys and values are once stored: the law, not the cache.
-        self.stored = [
-            dequantise(quantise(x, scale, format), scale, format, torch.float64)
-            for x, scale in zip((self.k, self.v), scales, strict=True)
-        ]
-
-    def expected(self, tokens: list[int], position: int) -> torch.Tensor:
-        """Attention of the row at `position` over tokens[: position + 1], float64 [Hq, Dv]."""
-        spec = self.spec
-        first = 0 if spec.window is None else max(0, position - spec.window + 1)
-        ids = torch.tensor(tokens[first : position + 1], device=self.k.device)
-        k, v = (x[ids] for x in self.stored)
-        q = self.q[tokens[position]].double().view(spec.num_kv_heads, spec.group_size, -1)
-        scores = torch.einsum("hgd,nhd->hgn", q, k) * spec.scale
-        return torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).reshape(spec.num_q_heads, -1)
-
-
-class Buffers:
-    """Fixed device memory of one kind of step: what a graph reads, written anew before each."""
-
-    def __init__(self, batch: int, rows: int, width: int, device: torch.device) -> None:
-        self.device = device
-        self.seq_lens = torch.ones(batch, dtype=torch.int32, device=device)
-        self.query_starts = torch.arange(batch + 1, dtype=torch.int32, device=device).clamp_max(rows)
-        self.page_table = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        self.slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    def write(self, **values: Any) -> None:
-        """Copy host lists or tensors into the front of the buffers."""
-        for name, value in values.items():
-            source = torch.as_tensor(value, dtype=getattr(self, name).dtype)
-            if source.numel():
-                target = getattr(self, name)
-                part = target[: source.shape[0], : source.shape[1]] if source.dim() == 2 else target[: len(source)]
-                part.copy_(source)
 
 
 class Storm:
@@ -165,8 +111,6 @@ class Storm:
         self.graphs: dict[int, Captured] = {}
         self.streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.device.type == "cuda" else []
 
-    # ---- what a step computes
-
     def _compute(self, buffers: Buffers, batch: int, rows: int, num_decodes: int | None, longest: int | None) -> None:
         """Plan, append and run of every layer over the front of `buffers`: what a graph holds."""
         for layer, out in zip(self.layers, self.outputs, strict=True):
@@ -198,8 +142,6 @@ class Storm:
             step = lambda size=size, rows=rows: self._compute(self.decode_buffers, size, rows, size, self.rows)  # noqa: E731
             self.graphs[size] = Captured(step, self.device, graphs)
             self.tally.add("graphs captured")
-
-    # ---- the engine
 
     def run(
         self, steps: int, check_every: int = 1, sampled: int = 4, advance: Callable[[], None] = lambda: None
@@ -301,7 +243,7 @@ class Storm:
         size = min(fitting) if self.draw.random() < 0.8 else self.draw.choice(fitting)
         shares = [(r, r.computed, [r.tokens[-1], *self._tokens(self.rows - 1)]) for r in decoding]
         self._fill(self.decode_buffers, shares, size)
-        with self._on_stream(0), _no_synchronisation(self.device):
+        with self._on_stream(0), no_synchronisation(self.device):
             self.graphs[size].replay()
         self.tally.add("graph steps")
         return shares
@@ -314,7 +256,7 @@ class Storm:
         shares.append((prompt, prompt.computed, prompt.tokens[prompt.computed : prompt.computed + count]))
         rows = self._fill(self.mixed_buffers, shares, len(shares))
         known = self.draw.random() < 0.5
-        with self._on_stream(1), _no_synchronisation(self.device):
+        with self._on_stream(1), no_synchronisation(self.device):
             longest = max(count, 1) if known else None
             decodes = len(decoding) if known and count > self.rows else None
             self._compute(self.mixed_buffers, len(shares), rows, decodes, longest)
@@ -402,20 +344,6 @@ class Storm:
 
 def _common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-@contextmanager
-def _no_synchronisation(device: torch.device) -> Any:
-    """Within it whatever makes the host wait for the device raises."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def trial(steps: int, backend: str | None = None, device: str = "cuda") -> dict[str, Any]:

@@ -6,10 +6,11 @@ Compiled, it takes paths that the interpreter does not have: no division, the ha
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from append_cases import Case, compare
+from append_cases import Case, compare, spec_of
 
 from octavo.cache import PagedCache
 from octavo.calls import AppendCall
@@ -29,20 +30,7 @@ def append(call: AppendCall) -> None:
     kernel(call)
 
 
-def spec(layout="leaf", kv_dtype="fp8_e4m3", granularity="tensor", heads=8, dim=128, dim_v=None, page=64, mla=False):
-    return AttentionSpec(
-        heads,
-        heads,
-        dim,
-        dim_v,
-        kv_dtype=kv_dtype,
-        layout=layout,
-        scale_granularity=granularity,
-        page_size=page,
-        mla=mla,
-    )
-
-
+spec = partial(spec_of, heads=8, dim=128, page=64)
 MLA = spec("nhd", heads=1, dim=576, dim_v=512, mla=True)
 CASES = [
     *(

@@ -21,8 +21,6 @@ from .ptx_context import (
 )
 from .ptx_machine import TENSOR_MAP, Warp
 
-# ---- arithmetic
-
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -185,9 +183,6 @@ def rounded_up(x: np.ndarray) -> np.ndarray:
     return np.where(half.astype(np.float32) < x, np.nextafter(half, np.float16(np.inf)), half)
 
 
-# ---- moves
-
-
 def move(c: Context) -> Effect:
     """mov: registers, halves of registers, addresses of parameters."""
     target, source = c.operands
@@ -210,9 +205,6 @@ def move(c: Context) -> Effect:
     get = c.read(str(TENSOR_MAP + int(parameter[1])) if parameter else source, type_of(c.type))
     store = c.write(target, "pred" if c.type == "pred" else "b" + c.type[1:])
     return lambda w, mask: store(w, get(w), mask)
-
-
-# ---- between lanes
 
 
 def shuffle(c: Context) -> Effect:

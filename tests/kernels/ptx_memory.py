@@ -150,9 +150,6 @@ def barrier(c: Context) -> Effect:
     return effect
 
 
-# ---- copies and products
-
-
 def copy_box(c: Context) -> Effect:
     """cp.async.bulk.tensor from global to shared memory: zeros out of bounds."""
     machine = c.machine

@@ -15,6 +15,7 @@ MODULES = (
     "octavo.kernels.triton.index_append",
     "octavo.kernels.triton.mqa_logits",
     "octavo.kernels.triton.topk",
+    "octavo.kernels.triton.merge_states",
 )
 
 

@@ -45,6 +45,7 @@ FIELD = {  # one of the constants of each
     "octavo.kernels.triton.append": "page_size",
     "octavo.kernels.triton.decode": None,
     "octavo.kernels.triton.index_append": "page_size",
+    "octavo.kernels.triton.merge_states": "interpreted",
     "octavo.kernels.triton.mqa_logits": None,
     "octavo.kernels.triton.prefill": None,
     "octavo.kernels.triton.topk": "k",

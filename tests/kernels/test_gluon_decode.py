@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import tempfile
 
 import pytest
 import torch
 
-import octavo
 from octavo import tuning
 from octavo.device import Device
 from octavo.layouts import leaf_column
 from octavo.spec import AttentionSpec
 
+from .compiled import instructions, printed
+
 MODULE = "octavo.kernels.gluon.decode"
 SM_SHARED_MEMORY, RESERVED = 228 * 1024, 1024  # bytes of an SM, and of it for each program
-
-
-def instructions(cubin: bytes) -> list[tuple[str, list[str]]]:
-    """(opcode, registers in order) of a kernel, by the disassembler that Triton brings."""
-    import triton
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/nvdisasm")
-        listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    lines = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);", listing)
-    return [(op, re.findall(r"\bR\d+\b", rest)) for op, rest in lines]
 
 
 def widened_unwritten(code: list[tuple[str, list[str]]]) -> int:
@@ -74,11 +58,7 @@ def compile_all() -> None:
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return printed(__name__)
 
 
 def test_two_programs_share_an_sm(compiled):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-import octavo
 from octavo import tuning
 from octavo.device import Device
 from octavo.kernels.gluon._rows import Rows, block_tiles, share
+
+from .compiled import instructions, printed
 
 SM_SHARED_MEMORY, RESERVED = 228 * 1024, 1024  # bytes of an SM, and of it for each program
 WIDTHS = {"b8": 1, "b16": 2, "b32": 4, "b64": 8}
@@ -45,7 +43,6 @@ def compile_all() -> None:
     """Print a JSON object for each launch of the kernel; run as a program, since TRITON_INTERPRET must not be set."""
     from octavo.kernels.gluon.mqa_logits import aot_cases
     from octavo.testing.aot import compile_case
-    from tests.kernels.test_gluon_decode import instructions
 
     for label, kernel, arguments in aot_cases(Device.named("h200")):
         compiled, log = compile_case(kernel, arguments, Device.named("h200"))
@@ -73,11 +70,7 @@ def compile_all() -> None:
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return printed(__name__)
 
 
 def test_programs_share_an_sm_and_nothing_spills(compiled):
@@ -111,9 +104,6 @@ def test_the_check_finds_an_overwritten_barrier():
     """
     assert barriers(ptx) & handed_over(ptx) == {512}
     assert not barriers(ptx) & handed_over(ptx.replace("+500", "+496"))
-
-
-# ---- tiles of programs
 
 
 def spans_by_hand(rows, sequence_rows, block_rows, tile):
@@ -237,5 +227,4 @@ def test_tiles_hold_every_row_and_fit_an_sm(heads, dim, rows):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(octavo.__file__)))
     compile_all()

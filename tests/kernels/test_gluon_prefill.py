@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import tempfile
 
 import pytest
 import torch
 
-import octavo
 from octavo import tuning
 from octavo.device import Device
 from octavo.spec import AttentionSpec
+
+from .compiled import disassembly, printed
 
 H200 = Device.named("h200")
 # Instructions of the longest loop of products without masks; those that rescale the output are mostly skipped over.
@@ -80,18 +77,12 @@ def touched_in_flight(listing: str) -> int:
 
 def compile_all() -> None:
     """Print a JSON object for each launch of the kernel; run as a program, since TRITON_INTERPRET must not be set."""
-    import triton
-
     from octavo.kernels.gluon.prefill import aot_cases
     from octavo.testing.aot import compile_case
 
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/nvdisasm")
     for label, kernel, arguments in aot_cases(H200):
         compiled, log = compile_case(kernel, arguments, H200)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            listing = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        listing = disassembly(compiled.asm["cubin"])
         plain = [loop for loop in product_loops(listing) if sum(op.startswith("ISETP") for op in loop) < 16]
         found = {
             "label": label,
@@ -108,11 +99,7 @@ def compile_all() -> None:
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return {case["label"]: case for case in map(json.loads, filter(None, done.stdout.splitlines()))}
+    return {case["label"]: case for case in printed(__name__)}
 
 
 def test_a_program_fits_an_sm(compiled):

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
-import octavo
 from octavo import tuning
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
@@ -23,6 +20,8 @@ from octavo.spec import AttentionSpec
 from octavo.testing.compare import errors, exact
 from octavo.testing.inputs import Batch, make_batch
 from octavo.testing.poison import poison
+
+from .compiled import printed
 
 H200 = Device.named("h200")
 FP8_ERROR = 0.05  # of a query and P that are e4m3, on these inputs; 0.038 is the floor
@@ -52,8 +51,9 @@ CASES = {
 def attend(batch: Batch, programs: int) -> torch.Tensor:
     """prefill of `batch` over poisoned memory, on a device of so many multiprocessors; its lse is kept."""
     from octavo.kernels.gluon import prefill, prefill_plan
-    from tests.kernels.ptx_machine import run_kernel
-    from tests.kernels.test_gluon_prefill import tiles_by_hand
+
+    from .ptx_machine import run_kernel
+    from .test_gluon_prefill import tiles_by_hand
 
     spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
     device, context = replace(H200, num_sms=programs), batch.page_table.shape[1] * spec.page_size
@@ -107,11 +107,7 @@ def found(name: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def results():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(octavo.__file__))
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    return dict(printed(__name__))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from append_cases import Case, compare
+from append_cases import Case, compare, spec_of
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from octavo.device import KNOWN, Device
@@ -18,25 +19,10 @@ from octavo.formats import FORMATS, cast
 from octavo.kernels.triton import append as module
 from octavo.kernels.triton.append import _column_of_token, _divide, _fp8_bits, _token_of_column, append, tile_of
 from octavo.layouts import LEAF_COLUMNS
-from octavo.spec import AttentionSpec
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-
-def spec(layout="leaf", kv_dtype="fp8_e4m3", granularity="tensor", heads=2, dim=32, dim_v=None, page=32, mla=False):
-    return AttentionSpec(
-        heads,
-        heads,
-        dim,
-        dim_v,
-        kv_dtype=kv_dtype,
-        layout=layout,
-        scale_granularity=granularity,
-        page_size=page,
-        mla=mla,
-    )
-
-
+spec = partial(spec_of, heads=2, dim=32, page=32)
 FP8 = [
     Case(spec(layout, kv_dtype, granularity), x, slots=slots, values=values)
     for (layout, slots), kv_dtype, granularity, (x, values) in itertools.product(

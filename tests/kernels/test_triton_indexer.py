@@ -136,9 +136,6 @@ def test_nothing_to_do_launches_nothing():
     topk.topk_indices(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32))
 
 
-# ---- top-k
-
-
 def small_plan(slices, room=128, listed=64):
     """A plan whose lists and registers hold little, so that a short row takes every path."""
 

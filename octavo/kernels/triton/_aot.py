@@ -30,21 +30,24 @@ SPECS = {
 }
 
 
+def example_strides(spec: AttentionSpec, pages: int) -> Strides:
+    """Strides of a cache of `pages` pages as `PagedCache.allocate` makes it, K and V from the start of their pools."""
+    heads, size, dim, dim_v = spec.num_kv_heads, spec.page_size, spec.head_dim, spec.value_dim
+    if spec.layout == "leaf":
+        head = size * (dim + dim_v)
+        return Strides(pages, 0, heads * head, head, dim, size * dim, heads * head, head, size)
+    k_page, v_page = heads * size * dim, heads * size * dim_v
+    if spec.layout == "nhd":
+        return Strides(pages, 0, k_page, dim, heads * dim, 0, v_page, dim_v, heads * dim_v)
+    return Strides(pages, 0, k_page, size * dim, dim, 0, v_page, size * dim_v, dim_v)
+
+
 def example_calls(query_rows: int, batch: int = 3, pages: int = 64) -> Iterator[tuple[str, AttentionCall]]:
     """Labelled calls of `batch` sequences of `query_rows` rows, over caches as `PagedCache.allocate` makes them."""
     empty = partial(torch.empty, device="meta")
     rows = batch * query_rows
     for label, spec in SPECS.items():
         heads, size, dim, dim_v = spec.num_kv_heads, spec.page_size, spec.head_dim, spec.value_dim
-        if spec.layout == "leaf":
-            head = size * (dim + dim_v)
-            strides = Strides(pages, 0, heads * head, head, dim, size * dim, heads * head, head, size)
-        elif spec.layout == "nhd":
-            k_slot, v_slot = heads * dim, heads * dim_v
-            strides = Strides(pages, 0, size * k_slot, dim, k_slot, 0, size * v_slot, dim_v, v_slot)
-        else:
-            k_head, v_head = size * dim, size * dim_v
-            strides = Strides(pages, 0, heads * k_head, k_head, dim, 0, heads * v_head, v_head, dim_v)
         shape = (pages, heads, size) if spec.scale_granularity == "token_head" else ()
         scale = empty(shape, dtype=torch.float32) if spec.fp8 else None
         pool = empty(pages * heads * size * (dim + dim_v), dtype=FORMATS[spec.kv_dtype].storage)
@@ -53,7 +56,7 @@ def example_calls(query_rows: int, batch: int = 3, pages: int = 64) -> Iterator[
             AttentionCall(
                 spec=spec,
                 q=empty((rows, spec.num_q_heads, dim), dtype=TORCH_DTYPES[spec.query_dtype]),
-                cache=CacheBytes(pool, pool, strides, scale, scale),
+                cache=CacheBytes(pool, pool, example_strides(spec, pages), scale, scale),
                 seq_lens=empty(batch, dtype=torch.int32),
                 page_table=empty((batch, 4096), dtype=torch.int32),
                 query_starts=empty(batch + 1, dtype=torch.int32),

@@ -26,7 +26,7 @@ class Constants(CompileTime):
         sample: elements of the estimate.
         slices: programs of a row that list candidates. chunk, chunks: elements that one looks at together, and how
             often. words: of 32 elements' bits, taken apart together, one a thread. listed: room of its list.
-        searched: elements looked at together where a row is bisected itself.
+        searched: elements looked at together where the row itself is searched.
         num_warps, list_warps: Triton's launch option, of what chooses and of what lists.
         interpreted: Triton's interpreter runs the kernel.
     """
@@ -80,9 +80,6 @@ def plan(rows: int, width: int, k: int, device: Device) -> tuple[Constants, int]
     chunk = 4096
     chunks = triton.cdiv(width, slices * chunk)
     return replace(short, slices=slices, chunk=chunk, chunks=chunks, listed=room // 2), rows
-
-
-# ---- numbers in order
 
 
 @triton.jit

@@ -29,9 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...calls import AppendCall, CacheBytes
 from ...device import FP8_DOT, Device, device_of
 from ...formats import FORMATS
-from ...layouts import Strides
 from ...spec import AttentionSpec
 from ..constants import CompileTime
+from ._aot import example_strides
 
 # Where a kernel may be launched while the one before it ends and wait for its end itself (PTX, griddepcontrol).
 DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -222,20 +222,10 @@ def _example(spec: AttentionSpec, rows: int, dtype: torch.dtype, pages: int = 2)
     v = None if spec.mla else torch.empty(rows, heads, spec.value_dim, dtype=dtype, device="meta")
     scale_shape = {"tensor": (), "head": (heads,), "token_head": (pages, heads, size)}[spec.scale_granularity]
     scale = torch.empty(scale_shape, device="meta") if spec.fp8 and not spec.mla else None
-    k_page, v_page = heads * size * spec.head_dim, heads * size * spec.value_dim
-    if spec.layout == "leaf":
-        head = size * (spec.head_dim + spec.value_dim)
-        strides = Strides(pages, 0, heads * head, head, spec.head_dim, size * spec.head_dim, heads * head, head, size)
-    elif spec.layout == "nhd":
-        slot, v_slot = heads * spec.head_dim, heads * spec.value_dim
-        strides = Strides(pages, 0, k_page, spec.head_dim, slot, 0, v_page, spec.value_dim, v_slot)
-    else:
-        k_head, v_head = size * spec.head_dim, size * spec.value_dim
-        strides = Strides(pages, 0, k_page, k_head, spec.head_dim, 0, v_page, v_head, spec.value_dim)
-    pool = torch.empty(pages * (k_page + v_page), dtype=storage, device="meta")
+    pool = torch.empty(pages * heads * size * (spec.head_dim + spec.value_dim), dtype=storage, device="meta")
     slots = torch.empty(rows, dtype=torch.int64, device="meta")
     counters = torch.empty(2, dtype=torch.int32, device="meta")
-    return AppendCall(spec, k, v, slots, CacheBytes(pool, pool, strides, scale, scale), counters)
+    return AppendCall(spec, k, v, slots, CacheBytes(pool, pool, example_strides(spec, pages), scale, scale), counters)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])

@@ -5,12 +5,16 @@ One program per query row and head runs over the parts in their order, with an o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ...device import Device
+from ..constants import CompileTime
 from ._plan import BOUNDS, INTERPRETED, as_bytes
 from ._tiles import (
     LN2,
@@ -29,8 +33,8 @@ from ._tiles import (
 
 
 @dataclass(frozen=True)
-class Interpreted:
-    """The one constant that casts need."""
+class Constants(CompileTime):
+    """Compile-time constants of `merge_states_kernel`: what casts need."""
 
     interpreted: bool
 
@@ -178,24 +182,36 @@ def merge_splits_kernel(
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """outs [n, T, Hq, Dv] and lses fp32 [n, T, Hq] -> out [T, Hq, Dv] of outs' dtype, lse fp32 [T, Hq]."""
-    parts, rows, heads, dim = outs.shape
     out = torch.empty_like(outs[0])
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=outs.device)
-    if rows and heads:
-        outs, target = as_bytes(outs), as_bytes(out)
-        merge_states_kernel[(rows, heads)](
-            outs,
-            lses,
-            target,
-            lse,
-            outs.stride(),
-            lses.stride(),
-            target.stride(),
-            lse.stride(),
-            parts,
-            dim,
-            triton.next_power_of_2(dim),
-            Interpreted(INTERPRETED),
-            num_warps=2,
-        )
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=outs.device)
+    if lse.numel():
+        merge_states_kernel[tuple(lse.shape)](**launch(outs, lses, out, lse))
     return out, lse
+
+
+def launch(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
+    """The arguments of `merge_states_kernel`."""
+    dim = outs.shape[3]
+    return {
+        "outs": as_bytes(outs),
+        "lses": lses,
+        "out": as_bytes(out),
+        "lse": lse,
+        "outs_strides": outs.stride(),
+        "lses_strides": lses.stride(),
+        "out_strides": out.stride(),
+        "lse_strides": lse.stride(),
+        "count": outs.shape[0],
+        "dim": dim,
+        "dim_padded": triton.next_power_of_2(dim),
+        "c": Constants(INTERPRETED),
+        "num_warps": 2,
+    }
+
+
+def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Launches to compile ahead of time: see octavo/testing/aot.py."""
+    for dtype, dim in ((torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 512), (torch.float8_e4m3fn, 64)):
+        outs = torch.empty((8, 64, 32, dim), dtype=dtype, device="meta")
+        lses = torch.empty(outs.shape[:3], dtype=torch.float32, device="meta")
+        yield f"merge_states {dtype} of {dim}", merge_states_kernel, launch(outs, lses, outs[0], lses[0])

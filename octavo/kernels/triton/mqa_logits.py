@@ -30,9 +30,6 @@ from ._plan import as_bytes, device_of
 SCAN = tl.constexpr(128)  # sequences looked at together
 
 
-# ---- paged
-
-
 def paged_mqa_logits(call: PagedLogitsCall) -> None:
     """Write call.out as octavo.reference.mqa_logits defines it; one launch, nothing is read on the host."""
     if call.q.shape[0] and call.q.shape[1]:
@@ -264,9 +261,6 @@ def paged_mqa_logits_kernel(
                 c,
             )
             fill_outside(row, begin, tl.minimum(begin + FILL, max_context), 0, length, out, out_strides, fill, c)
-
-
-# ---- ragged
 
 
 def mqa_logits(call: LogitsCall) -> None:

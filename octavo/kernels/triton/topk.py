@@ -2,10 +2,10 @@
 
 A row is read about once. A threshold that leaves somewhat more than k candidates is estimated from a spread sample of
 the row; all who are above it are listed in order of index, several programs to a row; then one program a row, with the
-candidates in registers, bisects to the k-th largest exactly and lists what is chosen. What it makes explicit:
+candidates in registers, narrows down to the k-th largest exactly and lists what is chosen. What it makes explicit:
 
 * The estimate decides the time, never the result. Where it left fewer than k candidates or more than there is room for,
-  the same program bisects over the row itself; so do ties in their thousands.
+  the same program narrows over the row itself; so do ties in their thousands.
 * Order. fp32 is compared as integers whose order is that of the numbers (-0 equals 0, NaN is below -inf and is never
   chosen). Places of chosen elements are prefix sums over the index, so ties go to the lower index and repeats agree.
 * Rows that fit in registers are not sampled, and where a row is that short, or rows are many, there is one launch.
@@ -78,9 +78,6 @@ def launches(
         (list_kernel, rows * c.slices, {**shared, "num_warps": c.list_warps, "maxnreg": LIST_REGISTERS}),
         (choose_kernel, rows, {**shared, **result}),
     ]
-
-
-# ---- a row
 
 
 @triton.jit
@@ -236,7 +233,7 @@ def _count(row, length, one, two, c: tl.constexpr):
 
 @triton.jit
 def _search(row, length, threshold, out, out_strides, c: tl.constexpr):
-    """The k largest of a row that no list holds: bisect over the row, from the estimate; then list what is chosen."""
+    """The k largest of a row that no list holds: narrow over the row, from the estimate; then list what is chosen."""
     least = tl.cast(NOTHING + 1, tl.int32)
     guess = key_of(threshold)
     there, count = _count(row, length, least, guess, c)
@@ -327,9 +324,6 @@ def _choose_short(row, length, out, out_strides, c: tl.constexpr):
     there = tl.sum((key > NOTHING).to(tl.int32), 0)
     low = tl.min(tl.where(key > NOTHING, key, INFINITE), 0)
     _choose(key, j, there, low, out, out_strides, c)
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["rows", "width"])

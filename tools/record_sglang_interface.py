@@ -1,10 +1,10 @@
-"""Record what octavo's plug-ins use of an engine's releases: classes, signatures, attributes, options; as JSON.
+"""Record what octavo's plug-in uses of an SGLang release: classes, signatures, attributes, options; as JSON.
 
-    pip download --no-deps sglang==0.5.17 && unzip sglang-0.5.17-*.whl -d site
-    python tools/record_signatures.py sglang site --out tests/signatures
+    pip download --no-deps sglang==0.5.17 && unzip sglang-0.5.17-*.whl -d FOLDER
+    python tools/record_sglang_interface.py FOLDER
 
-Reads the unpacked sources and imports none of them, so that any Python will do and no dependency is needed. The tests
-compare octavo's plug-ins with the records: a release that renamed something is seen before anyone runs it.
+Writes tests/signatures/sglang-<release>.json, which the tests compare the plug-in with: a release that renamed
+something is seen before anyone runs it.
 """
 
 from __future__ import annotations
@@ -15,51 +15,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-# engine: {module: names}; a name is a class, a function or a constant of the module, wherever it stands there.
-WANTED: dict[str, dict[str, list[str]]] = {
-    "sglang": {
-        "sglang.srt.plugins": ["GENERAL_PLUGINS_GROUP", "load_plugins"],
-        "sglang.srt.layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
-        "sglang.srt.server_args": ["ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"],
-        "sglang.srt.arg_groups.choices": ["ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"],
-        "sglang.srt.layers.attention.base_attn_backend": ["AttentionBackend"],
-        "sglang.srt.layers.attention.hybrid_attn_backend": ["HybridAttnBackend"],
-        "sglang.srt.layers.radix_attention": ["AttentionType", "RadixAttention"],
-        "sglang.srt.mem_cache.memory_pool": ["KVCache", "MHATokenToKVPool", "ReqToTokenPool"],
-        "sglang.srt.mem_cache.swa_memory_pool": ["SWAKVPool"],
-        "sglang.srt.model_executor.cuda_graph_config": ["Backend", "CudaGraphConfig", "PhaseConfig"],
-        "sglang.srt.model_executor.forward_batch_info": ["ForwardBatch", "ForwardMode"],
-        "sglang.srt.model_executor.forward_context": ["get_req_to_token_pool", "get_token_to_kv_pool"],
-        "sglang.srt.model_executor.model_runner": ["ModelRunner"],
-        "sglang.srt.runtime_context": [
-            *("get_disagg", "get_exec", "get_memory", "get_parallel", "get_schedule", "get_spec", "ParallelContext"),
-        ],
-        "sglang.srt.speculative.eagle_info": ["EagleVerifyInput"],
-    },
+from interface_source import Function, release_in, signature, tree_of
+
+# Module: names; a name is a class, a function or a constant of the module, wherever it stands there.
+WANTED: dict[str, list[str]] = {
+    "sglang.srt.plugins": ["GENERAL_PLUGINS_GROUP", "load_plugins"],
+    "sglang.srt.layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
+    "sglang.srt.server_args": ["ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"],
+    "sglang.srt.arg_groups.choices": ["ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"],
+    "sglang.srt.layers.attention.base_attn_backend": ["AttentionBackend"],
+    "sglang.srt.layers.attention.hybrid_attn_backend": ["HybridAttnBackend"],
+    "sglang.srt.layers.radix_attention": ["AttentionType", "RadixAttention"],
+    "sglang.srt.mem_cache.memory_pool": ["KVCache", "MHATokenToKVPool", "ReqToTokenPool"],
+    "sglang.srt.mem_cache.swa_memory_pool": ["SWAKVPool"],
+    "sglang.srt.model_executor.cuda_graph_config": ["Backend", "CudaGraphConfig", "PhaseConfig"],
+    "sglang.srt.model_executor.forward_batch_info": ["ForwardBatch", "ForwardMode"],
+    "sglang.srt.model_executor.forward_context": ["get_req_to_token_pool", "get_token_to_kv_pool"],
+    "sglang.srt.model_executor.model_runner": ["ModelRunner"],
+    "sglang.srt.runtime_context": [
+        *("get_disagg", "get_exec", "get_memory", "get_parallel", "get_schedule", "get_spec", "ParallelContext"),
+    ],
+    "sglang.srt.speculative.eagle_info": ["EagleVerifyInput"],
 }
-# engine: the files in which options are declared as annotated fields of classes, with the namespace they belong to.
-OPTIONS = {"sglang": ("sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/*.py")}
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def signature(function: Function) -> str:
-    """Parameters as they are written, without annotations: "(self, q, *, out=None)"."""
-    a = function.args
-    plain = [*a.posonlyargs, *a.args]
-    defaults: list[ast.expr | None] = [*[None] * (len(plain) - len(a.defaults)), *a.defaults]
-    parts = [_parameter(p, d) for p, d in zip(plain, defaults, strict=True)]
-    if a.posonlyargs:
-        parts.insert(len(a.posonlyargs), "/")
-    if a.vararg or a.kwonlyargs:
-        parts.append("*" + (a.vararg.arg if a.vararg else ""))
-    parts += [_parameter(p, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
-    if a.kwarg:
-        parts.append("**" + a.kwarg.arg)
-    return f"({', '.join(parts)})"
-
-
-def _parameter(parameter: ast.arg, default: ast.expr | None) -> str:
-    return parameter.arg if default is None else f"{parameter.arg}={ast.unparse(default)}"
+# The files in which options are declared as annotated fields of classes, with the namespace they belong to.
+OPTIONS = ("sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/*.py")
 
 
 def record_class(node: ast.ClassDef) -> dict[str, Any]:
@@ -149,30 +128,23 @@ def record_options(trees: list[ast.Module]) -> list[str]:
     return sorted(options)
 
 
-def record(engine: str, site: Path) -> dict[str, Any]:
-    """Everything of WANTED and OPTIONS that the unpacked release in `site` has."""
-    release = next(site.glob(f"{engine}-*.dist-info")).name.removeprefix(f"{engine}-").removesuffix(".dist-info")
-    modules = {}
-    for module, names in WANTED[engine].items():
-        path = site.joinpath(*module.split("."))
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if path.is_file():
-            modules[module] = record_module(ast.parse(path.read_text()), names)
-    files = [path for pattern in OPTIONS.get(engine, ()) for path in sorted(site.glob(pattern))]
+def record(folder: Path) -> dict[str, Any]:
+    """Everything of WANTED and OPTIONS that the unpacked release in `folder` has."""
+    trees = {module: tree_of(folder, module) for module in WANTED}
+    modules = {module: record_module(tree, WANTED[module]) for module, tree in trees.items() if tree is not None}
+    files = [path for pattern in OPTIONS for path in sorted(folder.glob(pattern))]
     options = record_options([ast.parse(path.read_text()) for path in files])
-    return {"engine": engine, "release": release, "modules": modules, "options": options}
+    return {"engine": "sglang", "release": release_in(folder, "sglang"), "modules": modules, "options": options}
 
 
 def main() -> None:
-    """Write <out>/<engine>-<release>.json."""
+    """Write <out>/sglang-<release>.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=sorted(WANTED))
-    parser.add_argument("site", type=Path, help="folder that the release's wheel was unpacked in")
-    parser.add_argument("--out", type=Path, default=Path("tests/signatures"))
+    parser.add_argument("folder", type=Path, help="that the release's wheel was unpacked in")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "tests" / "signatures")
     arguments = parser.parse_args()
-    found = record(arguments.engine, arguments.site)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{found['engine']}-{found['release']}.json"
+    found = record(arguments.folder)
+    path = arguments.out / f"sglang-{found['release']}.json"
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     print(path)
 
