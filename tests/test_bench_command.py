@@ -260,3 +260,90 @@ def test_the_environment_is_of_what_is_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "_output", lambda command: "abc1234")
     monkeypatch.setattr(records, "__file__", str(tmp_path / "site-packages" / "octavo" / "bench" / "records.py"))
     assert "commit" not in records.environment()  # whatever repository it is installed into
+
+
+TWINS = ("--models", "llama-3.1-70b,qwen3-32b", "--tp", "8", "--ops", "decode,append")
+
+
+def test_cells_of_equal_shape_are_measured_once_and_recorded_under_each_name(monkeypatch):
+    timed = measure.time_calls
+    count = 0
+
+    def counted(*arguments, **keywords):
+        nonlocal count
+        count += 1
+        return timed(*arguments, **keywords)
+
+    monkeypatch.setattr(measure, "time_calls", counted)
+    code, _, err = bench(*SMALL, *TWINS)
+    found = list(read_records([Path("r.jsonl")]))
+    assert code == 0 and "6 of 6 cells" in err and len(found) == 6 and count == 3
+    assert len({r.case for r in found}) == 6
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first.same_as is None and second.same_as == first.case == second.case.replace(
+            "qwen3-32b", "llama-3.1-70b"
+        )
+        assert (first.us, first.rel_err, first.run) == (second.us, second.rel_err, second.run)
+    lines = Path("r.jsonl").read_text().splitlines(keepends=True)
+    Path("r.jsonl").write_text("".join(lines[1:]))  # interrupted, say, between a record and its copies
+    monkeypatch.setattr(measure, "time_calls", lambda *_, **__: pytest.fail("run again"))
+    code, out, err = bench(*SMALL, *TWINS, "--json")
+    again = json.loads(out)
+    assert code == 0 and "6 of 6" in err
+    assert again == json.loads(lines[0]) | {"same_as": found[0].case}
+
+
+def test_the_matrix_has_equal_shapes_and_a_copy_says_so_of_its_own_refusal():
+    groups = matrix.alike(matrix.cases(matrix.WHOLE))
+    names = {tuple(case.name for case in group) for group in groups if len(group) > 1}
+    assert ("decode/llama-3.1-70b/tp1/b16/ctx1024", "decode/qwen3-32b/tp1/b16/ctx1024") in names
+    assert all(len({(case.op, case.spec) for case in group}) == 1 for group in groups)
+    fields = {"op": "decode", "backend": "x", "run": "r", "spec": {}}
+    refused = records.Record(case="decode/a/b1", error="x cannot run decode/a/b1", **fields)
+    copy = refused.named("decode/b/b1")
+    assert (copy.case, copy.error, copy.same_as) == ("decode/b/b1", "x cannot run decode/b/b1", "decode/a/b1")
+    assert copy.named("decode/c/b1").same_as == "decode/a/b1" and refused.named(refused.case) is refused
+
+
+def test_layers_with_sinks_and_windows_are_measured():
+    code, _, err = bench(*SMALL, "--models", "gpt-oss-120b", "--ops", "decode,verify,prefill")
+    found = list(read_records([Path("r.jsonl")]))
+    assert code == 0 and len(found) == 6, err
+    assert all(r.spec["sinks"] and r.us and r.rel_err < 1.1 * r.rel_err_bf16 for r in found)
+
+
+def test_the_matrix_is_timed_for_less_long_and_compiled_first():
+    from octavo.cli.bench import _defaults
+
+    assert _defaults(False, "cpu", None, None) == (0.1, 0) and _defaults(True, "cpu", None, None) == (0.02, 0)
+    assert _defaults(True, "cpu", 0.5, 3) == (0.5, 3)
+
+
+def test_a_lost_device_ends_the_run_and_the_next_one_goes_on_behind_that_cell(monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("octavo.reference.decode.attention", broken)
+        patched.setattr(measure, "_lost", lambda device: True)
+        code, _, err = bench(*SMALL, *TWINS)
+    assert code == 1 and "the device was lost in decode/llama-3.1-70b/tp8/b2/ctx64 on reference" in err
+    assert "2 of 6 cells are in r.jsonl, run it again to go on" in err and "Traceback" not in err
+    found = list(read_records([Path("r.jsonl")]))
+    assert [r.case.split("/")[1] for r in found] == ["llama-3.1-70b", "qwen3-32b"]
+    assert all(r.error.startswith("failed: RuntimeError: CUDA error") for r in found)
+    code, _, err = bench(*SMALL, *TWINS)
+    assert code == 0 and "6 of 6" in err, "what it was lost in is not tried again"
+    assert [r.op for r in read_records([Path("r.jsonl")])][2:] == ["append"] * 4
+
+
+def test_a_device_that_answers_is_not_lost(monkeypatch):
+    import torch
+
+    assert not measure._lost(torch.device("cpu"))
+
+    def sick(_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", sick)
+    assert measure._lost(torch.device("cuda")) and not measure._lost(torch.device("cpu"))

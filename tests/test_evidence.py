@@ -9,66 +9,25 @@ import re
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 for name in ("jinja2", "matplotlib", "typer"):
     pytest.importorskip(name, reason=f"{name} is an extra")
+from evidence_records import RECORDS, SCRIPT, SPEC, accuracy, record, report, write  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.bench import evidence, evidence_page  # noqa: E402
-from octavo.bench.records import Record, ceiling, rate  # noqa: E402
+from octavo.bench.records import ceiling, rate  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
-from octavo.spec import AttentionSpec  # noqa: E402
-
-SPEC = AttentionSpec(32, 8, 128).as_dict()
-ENV = {"gpu": "NVIDIA H200", "torch": "2.11.0", "octavo": "0.1.0"}
-SCRIPT = "<script>alert(1)</script>"
-
-
-def record(case: str, backend: str, us: float | None = 100.0, **changes: Any) -> Record:
-    fields = {"op": case.split("/")[0], "run": "r1", "spec": SPEC, "timing": "graph replay", "env": ENV}
-    fields |= {"bytes": 10**8, "flops": 10**11, "rel_err": 0.002, "rel_err_bf16": 0.0025, "ceiling": {"copy_tbs": 4.0}}
-    if us is None:
-        fields |= {"rel_err": None, "rel_err_bf16": None, "error": "Unsupported: no"}
-    return Record(case=case, backend=backend, us=us, **(fields | changes))
-
-
-RECORDS = [
-    record("decode/llama/tp1/b64/ctx1024", "gluon", 20.0),
-    record("decode/llama/tp1/b64/ctx1024", "triton", 30.0),
-    record("decode/llama/tp1/b64/ctx1024", "flashinfer-xqa", 40.0, rel_err=0.035),
-    record("decode/llama/tp1/b64/ctx8192", "gluon", 100.0),
-    record("decode/llama/tp1/b64/ctx8192", "flashinfer-xqa", 90.0, rel_err=0.035),
-    record("decode/llama/tp1/b128/ctx8192", "gluon", None),
-    record("prefill/llama/tp1/b1/q8192/ctx8192", "gluon", 500.0, ceiling={"fp8_tflops": 1400.0}),
-]
-
-
-def write(path: Path, records: list[Record]) -> Path:
-    path.write_text("".join(r.to_json() + "\n" for r in records))
-    return path
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write(tmp_path / "records.jsonl", RECORDS)
-
-
-def accuracy(**changes: Any) -> dict[str, Any]:
-    estimate = {"value": 0.01, "low": 0.005, "high": 0.02}
-    side = {"perplexity": {"value": 12.0, "low": 11.0, "high": 13.0}, "top": estimate}
-    fp8 = {**side, "change": estimate, "kl": estimate, "same_top": estimate}
-    found = {"schema": 1, "model": {"name": "tiny", "dtype": "float32"}, "variants": [], "environment": ENV}
-    found |= {
-        "sides": {"16-bit": side, "fp8_e4m3 tensor fast": fp8},
-        "text": {"source": "s", "windows": 2, "length": 64},
-    }
-    found["retrieval"] = [{"context": 512, "trials": 3, "right": {n: [True, False, True] for n in found["sides"]}}]
-    return found | changes
 
 
 def test_cells_are_side_by_side_and_in_order(file):
@@ -163,14 +122,7 @@ def test_markdown_marks_the_fastest_and_keeps_its_columns(file):
     assert "| decode/llama/tp1/b64/ctx1024 | **20.0** | 30.0 | 40.0 | 2.00 |" in text
     assert "| decode/llama/tp1/b64/ctx8192 | 100.0 |  | **90.0** | 0.90 |" in text
     assert "| decode | 3 | 2 | 1.34 | 0.90 |" in text
-    assert evidence_page._plain("a|b`c\nd") == "a\\|b\\`c d"
-
-
-def report(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
+    assert evidence_page.plain("a|b`c\nd") == "a\\|b\\`c d"
 
 
 def test_the_command_writes_page_tables_and_figure(file, tmp_path, monkeypatch):
@@ -321,7 +273,7 @@ def test_a_failed_cell_is_not_called_refused():
 
 
 def test_what_moves_a_cursor_is_written_out(file, tmp_path, monkeypatch):
-    assert evidence_page._plain("a\x1b[2Jb~c") == "a \\[2Jb\\~c"
+    assert evidence_page.plain("a\x1b[2Jb~c") == "a \\[2Jb\\~c"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text(RECORDS[0].to_json()[:-1] + ', "\\u001b[2J\\u009b": 3}\n')
     result = CliRunner().invoke(app, ["report", "bad.jsonl"], color=True)
@@ -381,3 +333,58 @@ def test_in_print_no_column_is_cut_off(tmp_path):
     subprocess.run(command, capture_output=True, timeout=120, check=True)
     text = subprocess.run(["pdftotext", tmp_path / "r.pdf", "-"], capture_output=True, text=True, check=True).stdout
     assert all(f"{12345.6 + i:,.1f}" in text for i in range(len(names))) and "ratio" in text
+
+
+def test_pairs_are_of_one_run_and_one_shape(tmp_path):
+    sixteen = {**SPEC, "kv_dtype": "bfloat16", "layout": "nhd"}
+    dense = {**SPEC, "kv_dtype": "bfloat16", "layout": "dense", "page_size": None}
+    records = [
+        record("decode/llama/tp1/b64/ctx1024", "gluon", 20.0),
+        record("decode/llama/tp1/b64/ctx1024", "triton", 25.0),
+        record("decode/llama/tp1/bfloat16/b64/ctx1024", "triton", 50.0, spec=sixteen),
+        record("decode/llama/tp1/b64/ctx8192", "gluon", 20.0),
+        record("decode/llama/tp1/bfloat16/b64/ctx8192", "triton", 50.0, spec=sixteen, run="r2"),
+        record("decode/llama/tp8/b64/ctx1024", "gluon", 20.0),
+        record("prefill/32x8/d128/fp8_e4m3/leaf64/b1/q64/ctx64", "gluon", 10.0),
+        record("prefill/32x8/d128/fp8_e4m3/leaf64/b1/q64/ctx64", "sdpa-cudnn", 15.0, spec=dense),
+        record("append/llama/tp1/b1/t1", "triton", 1.0),
+        record("append/llama/tp1/bfloat16/b1/t1", "triton", 1.0, spec=sixteen),
+    ]
+    first, second = evidence.pairs(evidence.read([write(tmp_path / "r.jsonl", records)]))
+    assert first == evidence.Pair("decode", "decode/llama/tp1/b64/ctx1024", ("gluon", 20.0), ("triton", 50.0))
+    assert first.gain == 2.5
+    assert second == evidence.Pair("prefill", "prefill/32x8/d128/b1/q64/ctx64", ("gluon", 10.0), ("sdpa-cudnn", 15.0))
+
+
+def test_a_copied_cell_counts_as_a_cell_and_not_in_the_mean(tmp_path):
+    case = "decode/llama/tp1/b64/ctx1024"
+    copies = [replace(r, case=case.replace("llama", "twin"), same_as=case) for r in RECORDS[:3]]
+    (row,) = evidence.summary(evidence.read([write(tmp_path / "r.jsonl", [*RECORDS[:3], *copies])]))
+    assert (row["cells"], row["compared"], row["mean"], row["most"]) == (2, 1, pytest.approx(2.0), 2.0)
+
+
+def test_figures_of_one_rank_and_fp8_come_first(tmp_path):
+    names = ("llama/tp1/bfloat16/b64", "llama/tp8/b64", "llama/tp1/b16", "llama/tp1/b64", "alone/tp1/b64")
+    records = []
+    for name in names:
+        for context in (1024, 2048):
+            records.append(record(f"decode/{name}/ctx{context}", "gluon"))
+            if not name.startswith("alone"):
+                records.append(record(f"decode/{name}/ctx{context}", "flashinfer-xqa"))
+    titles = [f.title for f in evidence_page.speed_figures(evidence.read([write(tmp_path / "r.jsonl", records)]))]
+    assert titles[:2] == ["decode, llama/tp1, 64 sequences", "decode, llama/tp1, 16 sequences"]
+    assert titles[-1] == "decode, alone/tp1, 64 sequences" and len(titles) == 5
+
+
+def test_the_page_has_fp8_beside_16_bits(tmp_path):
+    sixteen = record("decode/llama/tp1/bfloat16/b64/ctx1024", "triton", 50.0, spec={**SPEC, "kv_dtype": "bfloat16"})
+    found = evidence.read([write(tmp_path / "r.jsonl", [*RECORDS, sixteen])])
+    (row,) = evidence.cache_gains(evidence.pairs(found))
+    assert row == {"op": "decode", "model": "llama", "shapes": 1, "mean": pytest.approx(2.5), "least": 2.5, "most": 2.5}
+    html = evidence_page.page(found)
+    assert "FP8 beside 16 bits" in html and '<td class="number">2.50</td>' in html
+    assert "FP8 beside 16 bits" not in evidence_page.page(evidence.read([write(tmp_path / "r.jsonl", RECORDS)]))
+    models = [
+        evidence.model_of(case) for case in ("decode/llama:full/tp1", "decode/32x8/d128", "append/indexer/h64", "x")
+    ]
+    assert models == ["llama:full", *[evidence.OTHER_SHAPES] * 3]

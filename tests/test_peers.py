@@ -138,6 +138,42 @@ def test_sdpa_is_measured_for_whole_prompts_only():
 def test_flashinfer_says_what_it_is_not_set_up_for():
     from octavo.bench.peers import flashinfer
 
-    case = cases.decode(replace(SPEC, window=64, sinks=True), 1, 64)
-    with pytest.raises(Unsupported, match="measured with window None; it is 64"):
-        flashinfer.xqa(case, AttentionInputs(case, "cpu"))
+    spec = replace(SPEC, window=64, sinks=True)
+    case = cases.prefill(spec, 1, 64)
+    with pytest.raises(Unsupported, match="measured with window None; it is 64") as refused:
+        flashinfer.fa3(case, AttentionInputs(case, "cpu"))
+    assert "measured with sinks False; it is True" in str(refused.value)
+    case = cases.decode(replace(spec, kv_dtype="fp8_e5m2"), 1, 64)
+    with pytest.raises(Unsupported, match="kv_dtype fp8_e4m3 or bfloat16; it is fp8_e5m2") as refused:
+        flashinfer.fa2(case, AttentionInputs(case, "cpu"))
+    assert "sinks" in str(refused.value) and "window" not in str(refused.value)
+
+
+def test_a_window_counts_the_token_itself():
+    from octavo.bench.peers import flashinfer
+
+    assert flashinfer._window_left(cases.decode(SPEC, 1, 64)) == -1
+    assert flashinfer._window_left(cases.decode(replace(SPEC, window=128), 1, 64)) == 127  # flashinfer leaves it out
+
+
+def test_sinks_are_the_same_for_every_side_and_for_fp64():
+    case = cases.decode(replace(SPEC, sinks=True), 3, 5)  # few tokens: a sink takes its share
+    inputs = AttentionInputs(case, "cpu")
+    made = measure.measure(case, "reference", "cpu", inputs=inputs, run="r", seconds=0.0)
+    assert made.error is None and made.rel_err < 1.1 * made.rel_err_bf16
+    inputs.sinks = inputs.sinks + 3.0  # what the sampled rows were computed with is not what a side now gets
+    assert measure.measure(case, "reference", "cpu", inputs=inputs, run="r").error.startswith("wrong")
+
+
+def test_sides_of_one_layout_share_a_pool_unless_they_write_to_it():
+    case = cases.decode(SPEC, 3, 100)
+    inputs = AttentionInputs(case, "cpu")
+    first, _ = inputs.cache(SPEC)
+    assert inputs.cache(SPEC)[0] is first
+    inputs.cache(replace(SPEC, layout="nhd"))
+    assert inputs.cache(SPEC)[0] is not first, "one layout's pool is held at a time"
+    held = inputs.cache(SPEC)[0]
+    inputs.paged(32, inputs.k.unflatten(0, (-1, 32)))
+    assert inputs.cache(SPEC)[0] is not held
+    appending = AttentionInputs(case.with_append(), "cpu")
+    assert appending.cache(SPEC)[0] is not appending.cache(SPEC)[0]

@@ -6,6 +6,7 @@ Sides are compared only where they share a run, for a machine is not the same fr
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,12 @@ from ..backends import BY_NAME
 from ..choose import choose
 from ..device import KNOWN, Device
 from ..errors import OctavoError
-from ..spec import AttentionSpec
+from ..formats import TORCH_DTYPES
+from ..spec import LAYOUTS, AttentionSpec
 from .accuracy_file import read_accuracy
 from .records import OPS, Record, read_records
+
+OTHER_SHAPES = "other shapes"
 
 
 @dataclass
@@ -44,6 +48,11 @@ class Cell:
     def timed(self) -> dict[str, float]:
         """Microseconds by backend, of those that have them."""
         return {name: record.us for name, record in self.records.items() if record.us is not None}
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is the measurement of a case that has another name."""
+        return all(record.same_as is not None for record in self.records.values())
 
     def best(self, ours: bool) -> tuple[str, float] | None:
         """The fastest of octavo's backends, or of the others."""
@@ -136,11 +145,14 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def summary(evidence: Evidence) -> list[dict[str, Any]]:
-    """Of each op: cells, how many have a peer, geometric mean and least of the ratios to the best peer."""
+    """Of each op: cells, how many have a peer, geometric mean, least and most of the ratios to the best peer.
+
+    A cell that is another one's measurement under its own name counts as a cell, but its ratio does not count again.
+    """
     rows = []
     for op in OPS:
         cells = evidence.of_op(op)
-        ratios = [cell.ratio for cell in cells if cell.ratio is not None]
+        ratios = [cell.ratio for cell in cells if cell.ratio is not None and not cell.copied]
         if cells:
             rows.append(
                 {
@@ -149,6 +161,7 @@ def summary(evidence: Evidence) -> list[dict[str, Any]]:
                     "compared": len(ratios),
                     "mean": geometric_mean(ratios),
                     "least": min(ratios, default=None),
+                    "most": max(ratios, default=None),
                     "ahead": sum(ratio > 1 for ratio in ratios),
                 }
             )
@@ -171,6 +184,72 @@ def series(evidence: Evidence, op: str) -> dict[tuple[str, int], dict[str, dict[
     return {key: of for key, of in found.items() if any(len(points) > 1 for points in of.values())}
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One shape with an FP8 and a 16-bit cache: (backend, microseconds) of the fastest over each, whoever's.
+
+    case: the name of either case, without its cache's dtype and layout.
+    """
+
+    op: str
+    case: str
+    fp8: tuple[str, float]
+    sixteen: tuple[str, float]
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast it is in FP8."""
+        return self.sixteen[1] / self.fp8[1]
+
+
+def pairs(evidence: Evidence) -> list[Pair]:
+    """Of every shape that one run has with both kinds of cache. A 16-bit side may be of an FP8 case: SDPA widens it."""
+    found: dict[tuple[str, str, str], dict[bool, dict[str, float]]] = {}
+    for cell in evidence.cells:
+        for name, record in cell.records.items():
+            kv_dtype = record.spec.get("kv_dtype")
+            if record.us is None or not isinstance(kv_dtype, str) or cell.op in ("append", "step", "start"):
+                continue
+            parts = [part for part in cell.case.split("/")[1:] if part not in TORCH_DTYPES and not _is_layout(part)]
+            by_cache = found.setdefault((cell.op, "/".join([cell.op, *parts]), cell.run), {})
+            of = by_cache.setdefault(kv_dtype.startswith("fp8"), {})
+            of[name] = min(record.us, of.get(name, record.us))
+    made = []
+    for (op, case, _), by_cache in found.items():
+        if len(by_cache) == 2:
+            fp8, sixteen = (min(by_cache[kind].items(), key=lambda pair: pair[1]) for kind in (True, False))
+            made.append(Pair(op, case, fp8, sixteen))
+    return made
+
+
+def model_of(case: str) -> str:
+    """The model that a case is of, with its kind of layer; OTHER_SHAPES for cases that are named by their shape."""
+    name = case.split("/")[1] if "/" in case else ""
+    return OTHER_SHAPES if re.fullmatch(r"[0-9]+x[0-9]+|h[0-9]+|k[0-9]+|indexer|", name) else name
+
+
+def cache_gains(of: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Of each operation and model: shapes, and geometric mean, least and most of how many times as fast FP8 is."""
+    gains: dict[tuple[str, str], list[float]] = {}
+    for pair in of:
+        gains.setdefault((pair.op, model_of(pair.case)), []).append(pair.gain)
+    return [
+        {"op": op, "model": model, "shapes": len(x), "mean": geometric_mean(x), "least": min(x), "most": max(x)}
+        for (op, model), x in gains.items()
+    ]
+
+
+def _is_layout(part: str) -> bool:
+    """Whether a part of a case's name is its layout and page size: "leaf64"."""
+    return part.rstrip("0123456789") in LAYOUTS
+
+
+def memory_of(evidence: Evidence) -> float | None:
+    """Bytes of the memory of the GPU that most records are of; None where there is none that octavo knows."""
+    devices = [device for record in evidence.records if (device := _device(record.env)) and device.memory_gb]
+    return statistics.mode(devices).memory_gb * 1e9 if devices else None
+
+
 def token_costs(evidence: Evidence, memory_gb: float) -> list[dict[str, Any]]:
     """Of each decode cell: microseconds of attention a layer and token, bytes a token and layer, tokens that fit.
 
@@ -181,7 +260,7 @@ def token_costs(evidence: Evidence, memory_gb: float) -> list[dict[str, Any]]:
         best = cell.best(True)
         if best is None:
             continue
-        spec = _spec(cell.records[best[0]])
+        spec = spec_of(cell.records[best[0]])
         if spec is not None:
             rows.append(
                 {
@@ -222,7 +301,7 @@ def plans(evidence: Evidence) -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for cell in evidence.cells:
         for name, record in cell.records.items():
-            spec = _spec(record) if name in BY_NAME and cell.op != "append" else None
+            spec = spec_of(record) if name in BY_NAME and cell.op != "append" else None
             device = _device(record.env)
             if spec is None or device is None:
                 continue
@@ -243,7 +322,7 @@ def _device(env: dict[str, str]) -> Device | None:
     return KNOWN["cpu"] if words == ["none"] else next((d for name, d in KNOWN.items() if name in words), None)
 
 
-def _spec(record: Record) -> AttentionSpec | None:
+def spec_of(record: Record) -> AttentionSpec | None:
     """The record's spec; None for an indexer's, or one with fields that this version does not have."""
     known = {f for f in AttentionSpec.__dataclass_fields__}
     fields = {name: value for name, value in record.spec.items() if name in known}

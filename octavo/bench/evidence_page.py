@@ -35,9 +35,10 @@ def page(evidence: Evidence) -> str:
     return report.render(
         "evidence.html",
         summary=data.summary(evidence),
+        gains=data.cache_gains(data.pairs(evidence)),
         tables=[_table(evidence, op) for op in dict.fromkeys(cell.op for cell in evidence.cells)],
         speed_figures=list(speed_figures(evidence)),
-        accuracy_figure=_accuracy_figure(evidence),
+        accuracy_figure=accuracy_figure(evidence),
         costs=data.token_costs(evidence, MEMORY_GB),
         memory_gb=MEMORY_GB,
         models=[_model(found) for found in evidence.accuracy],
@@ -45,11 +46,12 @@ def page(evidence: Evidence) -> str:
         refusals=data.refusals(evidence),
         environments=[list(env.items()) for env in evidence.environments],
         files=evidence.files,
-        ratio=_ratio,
+        ratio=ratio,
     )
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """Two digits; a dash for none."""
     return "–" if value is None else f"{value:.2f}"
 
 
@@ -58,16 +60,22 @@ def _look(backend: str) -> tuple[str, str]:
 
 
 def speed_figures(evidence: Evidence) -> Iterator[report.Figure]:
-    """Rate against context, a figure for each op, subject and batch; those with a peer first, MOST_FIGURES at most."""
+    """Rate against context, a figure for each op, subject and batch, MOST_FIGURES at most.
+
+    Those with a peer first, of these FP8 on one rank, of these about 64 sequences.
+    """
     found = []
     for op in dict.fromkeys(cell.op for cell in evidence.cells):
         for (subject, batch), by_backend in data.series(evidence, op).items():
-            found.append((not any(name not in BY_NAME for name in by_backend), op, subject, batch, by_backend))
+            alone = all(name in BY_NAME for name in by_backend)
+            other = bool({"tp8", "bfloat16", "exact"} & set(subject.split("/")))
+            found.append(((alone, other, abs(batch - 64) if batch else 0), op, subject, batch, by_backend))
     for _, op, subject, batch, by_backend in sorted(found, key=lambda one: one[0])[:MOST_FIGURES]:
-        yield _speed_figure(op, subject, batch, by_backend)
+        yield speed_figure(op, subject, batch, by_backend)
 
 
-def _speed_figure(op: str, subject: str, batch: int, by_backend: dict[str, dict[int, Record]]) -> report.Figure:
+def speed_figure(op: str, subject: str, batch: int, by_backend: dict[str, dict[int, Record]]) -> report.Figure:
+    """Rate against context of one subject; batch: sequences, 0 where they differ."""
     curves = [
         plots.Curve(name, *_look(name), [(context, rate(of[context])[0]) for context in sorted(of)])
         for name, of in by_backend.items()
@@ -90,7 +98,8 @@ def _speed_figure(op: str, subject: str, batch: int, by_backend: dict[str, dict[
     )
 
 
-def _accuracy_figure(evidence: Evidence) -> report.Figure | None:
+def accuracy_figure(evidence: Evidence) -> report.Figure | None:
+    """Error against time of every cell that has both; None for none."""
     points = data.accuracy_points(evidence)
     if not points:
         return None
@@ -120,16 +129,20 @@ def _table(evidence: Evidence, op: str) -> dict[str, Any]:
     return {"op": op, "backends": backends, "rows": rows}
 
 
+def word(record: Record) -> str:
+    """What became of a cell without a time: wrong, failed or refused."""
+    return next((word for word in ("wrong", "failed") if (record.error or "").startswith(word)), "refused")
+
+
 def _entry(record: Record | None, fastest: float | None) -> dict[str, Any]:
     if record is None:
         return {"text": "", "notes": [], "best": False}
     if record.us is None:
-        word = next((word for word in ("wrong", "failed") if (record.error or "").startswith(word)), "refused")
-        return {"text": word, "notes": [], "best": False}
+        return {"text": word(record), "notes": [], "best": False}
     value, unit = rate(record)
     limit = ceiling(record)
     note = f"{value:.0f} {unit}" if unit == "TFLOP/s" else f"{value:.2f} {unit}"
-    notes = [note + (f", {value / limit:.2f}" if limit else "")]
+    notes = [note + (f", {value / limit:.2f}" if limit else "")] if value else []  # of an engine's step it is not known
     notes += [f"error {record.rel_err:.1e}"] if record.rel_err is not None else []
     return {"text": f"{record.us:,.1f}", "notes": notes, "best": record.us == fastest}
 
@@ -164,22 +177,22 @@ def markdown(evidence: Evidence) -> str:
     ]
     for row in data.summary(evidence):
         lines.append(
-            f"| {row['op']} | {row['cells']} | {row['compared']} | {_ratio(row['mean'])} | {_ratio(row['least'])} |"
+            f"| {row['op']} | {row['cells']} | {row['compared']} | {ratio(row['mean'])} | {ratio(row['least'])} |"
         )
     for op in dict.fromkeys(cell.op for cell in evidence.cells):
         table = _table(evidence, op)
-        names = [_plain(name) for name in table["backends"]]
+        names = [plain(name) for name in table["backends"]]
         lines += ["", f"| {op}, microseconds | {' | '.join(names)} | times the best peer |"]
         lines.append("|---" * (len(names) + 2) + "|")
         for row in table["rows"]:
             entries = [f"**{e['text']}**" if e["best"] else e["text"] for e in row["cells"]]
-            lines.append(f"| {_plain(row['case'])} | {' | '.join(entries)} | {_ratio(row['ratio'])} |")
+            lines.append(f"| {plain(row['case'])} | {' | '.join(entries)} | {ratio(row['ratio'])} |")
     for env in evidence.environments:
-        lines += ["", ", ".join(f"{_plain(name)} {_plain(value)}" for name, value in env.items())]
+        lines += ["", ", ".join(f"{plain(name)} {plain(value)}" for name, value in env.items())]
     return "\n".join(lines) + "\n"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that cannot end a table's cell nor be read as markup."""
     shown = "".join(c if c.isprintable() else " " for c in str(text))  # line ends, and what moves a terminal's cursor
     escaped = "".join("\\" + c if c in "|`*_[]\\~" else c for c in shown)

@@ -88,6 +88,14 @@ def cases(
     return list(by_name.values())
 
 
+def alike(cells: Sequence[Case | IndexerCase]) -> list[list[Case | IndexerCase]]:
+    """Cells that differ in their names alone, together, in order: Llama 3.1 70B and Qwen3 32B have equal heads."""
+    found: dict[Case | IndexerCase, list[Case | IndexerCase]] = {}
+    for case in cells:
+        found.setdefault(replace(case, name=""), []).append(case)
+    return list(found.values())
+
+
 def _prefix(model: str, kind: LayerKind, several: bool, tp: int) -> str:
     """ "gpt-oss-120b:sliding_window/tp1"."""
     return f"{_short(model)}{':' + kind.name if several else ''}/tp{tp}"

@@ -26,6 +26,14 @@ FAILED = "failed: "
 WRONG = 0.1  # a relative error that no rounding explains: e4m3 query and P give 0.04
 
 
+class DeviceLost(RuntimeError):
+    """The device does nothing more in this process, which has to end; `record` is of the cell that it was lost in."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record.error)
+        self.record = record
+
+
 def measure(
     case: Case,
     backend: str,
@@ -41,7 +49,7 @@ def measure(
 
     backend: octavo's or a peer's name, or "auto" for what octavo chooses, whose name the record then has.
     inputs: what the sides of a comparison share; None: made here.
-    What octavo's own code raises beside a refusal makes a failed cell; it is raised only where the device is lost too.
+    What octavo's own code raises beside a refusal makes a failed cell. Raises DeviceLost where the device went with it.
     """
     device = torch.empty(0, device=device).device
     fields = cell(case, backend_name(case, backend, device), run, ceilings, env)
@@ -92,12 +100,12 @@ def record_of(
         if rel is not None and not rel < wrong:
             return Record(**fields, rel_err=rel, rel_err_bf16=rel_bf16, error=f"wrong: relative error {rel:.3g}")
         timing = time_calls(side.calls, device, seconds=seconds)
-    except refusals as error:
-        return Record(**fields, error=f"{type(error).__name__}: {error}")
     except Exception as error:  # a kernel that does not compile is one failed cell, not the end of the matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # raises where the device is lost: every other cell would fail by that
-        return Record(**fields, error=f"{FAILED}{type(error).__name__}: {error}"[:2000])
+        said = "" if isinstance(error, refusals) else FAILED
+        record = Record(**fields, error=f"{said}{type(error).__name__}: {error}"[:2000])
+        if _lost(device):  # every other cell would fail by that
+            raise DeviceLost(record) from error
+        return record
     return Record(
         **fields,
         rel_err=rel,
@@ -107,6 +115,16 @@ def record_of(
         us_p20=round(timing.us_p20, 3),
         us_p80=round(timing.us_p80, 3),
     )
+
+
+def _lost(device: torch.device) -> bool:
+    """Whether the device fails at nothing at all, as it does after an illegal access."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def compare(

@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -23,12 +23,12 @@ from .. import __version__
 from ..errors import InvalidInput
 
 SCHEMA = 1
-OPS = ("decode", "verify", "prefill", "append", "mqa_logits", "paged_mqa_logits", "topk", "plan", "step")
+OPS = ("decode", "verify", "prefill", "append", "mqa_logits", "paged_mqa_logits", "topk", "plan", "step", "start")
 
 COMPUTE_BOUND = ("prefill", "mqa_logits")  # told in TFLOP/s; the others in TB/s
 
 _REQUIRED = ("case", "op", "backend", "run", "spec")
-_TEXTS = ("case", "op", "backend", "run", "timing", "error", "time")
+_TEXTS = ("case", "op", "backend", "run", "timing", "error", "time", "same_as")
 _NUMBERS = ("us", "us_p20", "us_p80", "bytes", "flops", "rel_err", "rel_err_bf16")
 _BEGINNINGS = (b'{"case": "', b'{"schema": ')  # of a record's line, by which a cut one is known
 
@@ -44,6 +44,7 @@ class Record:
         us, us_p20, us_p80: microseconds of a call; None with `error`. timing: the method in words.
         bytes, flops: the fewest that the work needs. rel_err, rel_err_bf16: relative error to fp64, and plain bf16's.
         ceiling: rates measured in the same run. env: gpu, versions, commit. error: why there is no time.
+        same_as: the case that was measured, where this one differs from it in its name alone.
     """
 
     case: str
@@ -62,6 +63,7 @@ class Record:
     ceiling: dict[str, float] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     error: str | None = None
+    same_as: str | None = None
     time: str = ""
     schema: int = SCHEMA
 
@@ -72,6 +74,13 @@ class Record:
             raise InvalidInput("a record must have either us or error", f"us {self.us}, error {self.error}")
         if not self.time:
             self.time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def named(self, case: str) -> Record:
+        """The record of a case that differs from this one's in its name alone."""
+        if case == self.case:
+            return self
+        error = None if self.error is None else self.error.replace(self.case, case)
+        return replace(self, case=case, error=error, same_as=self.same_as or self.case)
 
     def to_json(self) -> str:
         """One line, without the optional fields that are not set, nor the NaN of a wrong result: JSON has none."""
@@ -110,17 +119,21 @@ class RecordFile:
             raise InvalidInput(f"{self.path} must be writable", error.strerror) from error
 
     def done(self) -> set[tuple[str, str]]:
-        """(case, backend) of the records that are there, for a run that goes on where it was interrupted.
+        """(case, backend) of the records that are there."""
+        return set(self.there())
+
+    def there(self) -> dict[tuple[str, str], Record]:
+        """The last record of each case and backend, for a run that goes on where it was interrupted.
 
         Raises InvalidInput for a file of anything else, which is left as it is.
         """
         if not self.path.exists():
-            return set()
+            return {}
         try:
             self._mend_last_line()
         except OSError as error:
             raise InvalidInput(f"{self.path} must be a file of records", error.strerror) from error
-        return {(r.case, r.backend) for r in read_records([self.path])}
+        return {(r.case, r.backend): r for r in read_records([self.path])}
 
     def _mend_last_line(self) -> None:
         """Cut what an interrupted write left: the beginning of a record without its end. A whole one gets its end."""

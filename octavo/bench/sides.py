@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ _SAMPLED_ROWS = 16
 _SAMPLED_BYTES = 4 << 30  # of keys and values that the sampled rows see, a copy of which is held for fp64
 _LARGEST_PAGE = 128  # of any side; a side's page size divides it, or is the case's own
 _PERIODS = 1021  # largest pages after which contents repeat: a prime, so that sequences do not
+_COMPACT_PERIODS = 16  # the same where nothing is timed: more than one page, and a multiple of 16 of them
 _LOUD = 100.0  # amplitude of appended values: one token among 131,072 that is missing is seen in the result
 
 
@@ -56,20 +57,23 @@ class AttentionInputs:
 
     Attributes:
         case, device: of what, where. sets: data sets, together larger than the L2 cache.
+        compact: for compiling alone: one set, whose sequences share a few pages.
         seq_lens, query_starts: int32 [B], [B + 1] on the device.
         queries: [rows, Hq, D] of spec.query_dtype, one a set.
         new: (k [rows, Hk, D], v [rows, Hk, Dv]) in bf16, one a set: what an appending case, or a case of append, writes
             to the last query_lens tokens of each sequence; V is loud.
         k, v: the stream as stored: [period, Hk, D], [period, Hk, Dv].
+        sinks: fp32 [Hq] where the spec has them.
     """
 
-    def __init__(self, case: Case, device: torch.device | str) -> None:
-        self.case, self.device = case, torch.empty(0, device=device).device
+    def __init__(self, case: Case, device: torch.device | str, *, compact: bool = False) -> None:
+        self.case, self.device, self.compact = case, torch.empty(0, device=device).device, compact
+        self._kept: tuple[Hashable, Any] | None = None
         spec, batch = case.spec, len(case.seq_lens)
         unit = math.lcm(spec.page_size, _LARGEST_PAGE)
         self.stride = -(-max(case.seq_lens) // unit) * unit
-        self.sets = self._sets()
-        self.period = min(unit * _PERIODS, self.stride * batch * self.sets)
+        self.sets = 1 if compact else self._sets()
+        self.period = unit * _COMPACT_PERIODS if compact else min(unit * _PERIODS, self.stride * batch * self.sets)
         self.seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=self.device)
         self.query_starts = torch.tensor([0, *case.query_lens], dtype=torch.int32, device=self.device).cumsum(
             0, dtype=torch.int32
@@ -77,6 +81,7 @@ class AttentionInputs:
         rows, heads = sum(case.query_lens), spec.num_kv_heads
         self.k = self._stored(self.period, heads, spec.head_dim)
         self.v = self.k[..., : spec.value_dim] if spec.mla else self._stored(self.period, heads, spec.value_dim)
+        self.sinks = torch.randn(spec.num_q_heads, device=self.device) if spec.sinks else None
         self.queries = [self._query(rows) for _ in range(self.sets if case.op != "append" else 0)]
         self.new = [self._new(rows) for _ in range(self.sets if case.appends or case.op == "append" else 0)]
 
@@ -86,13 +91,17 @@ class AttentionInputs:
         streams: the period's tokens as pages in the side's own layout, [period / page_size, ...], one for each pool.
         """
         case, batch = self.case, len(self.case.seq_lens)
+        self._kept = None  # two layouts' pools may not fit
         if self.stride % page_size or self.period % page_size:
             raise InvalidInput(f"page_size must divide {_LARGEST_PAGE} or be the case's", page_size)
         counts = torch.tensor([-(-n // page_size) for n in case.seq_lens]).repeat(self.sets)
         starts, width = counts.cumsum(0) - counts, int(counts.max())
         column = torch.arange(width)
         held = column[None] < counts[:, None]
-        stream_page = (torch.arange(batch * self.sets)[:, None] * (self.stride // page_size) + column)[held]
+        stream_page = torch.arange(batch * self.sets)[:, None] * (self.stride // page_size) + column
+        if self.compact:
+            return list(streams), [(stream_page % (self.period // page_size)).to(self.device, torch.int32)]
+        stream_page = stream_page[held]
         order = torch.randperm(len(stream_page), generator=torch.Generator().manual_seed(0))
         source = torch.empty_like(order)
         source[order] = stream_page % (self.period // page_size)
@@ -102,7 +111,19 @@ class AttentionInputs:
         return [_rows(stream, source) for stream in streams], [table.contiguous() for table in tables]
 
     def cache(self, spec: AttentionSpec) -> tuple[PagedCache, list[torch.Tensor]]:
-        """octavo's cache of all sets in the layout and page size of `spec`, and a page table for each set."""
+        """octavo's cache of all sets in the layout and page size of `spec`, and a page table for each set.
+
+        The last one made is kept, for the next of octavo's backends; not where calls write to it, which would hide from
+        the check a side that does not.
+        """
+        if self.case.appends or self.case.op == "append":
+            return self._cache(spec)
+        if self._kept is None or self._kept[0] != spec:
+            self._kept = None
+            self._kept = (spec, self._cache(spec))
+        return self._kept[1]
+
+    def _cache(self, spec: AttentionSpec) -> tuple[PagedCache, list[torch.Tensor]]:
         size = spec.page_size
         stream = PagedCache.view(
             replace(spec, layout="nhd"),
@@ -173,7 +194,7 @@ class AttentionInputs:
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device),
             k=torch.empty(0),
             v=torch.empty(0),
-            arguments={},
+            arguments={} if self.sinks is None else {"sinks": self.sinks},
         )
         return batch, rows, (exact(batch)[0], plain_bf16(batch))
 
@@ -238,7 +259,7 @@ def octavo_side(case: Case, backend: str, inputs: AttentionInputs) -> Side:
             rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device=inputs.device
         )
         outs.append(out)
-        runs.append(lambda attn=attn, q=q, out=out: attn.run(q, cache, out=out))
+        runs.append(lambda attn=attn, q=q, out=out: attn.run(q, cache, sinks=inputs.sinks, out=out))
     calls = in_turn(_appends(case, inputs, cache, tables), runs) if case.appends else runs
     return Side(calls, outs[0], lambda: inputs.errors(outs[0]))
 

@@ -19,6 +19,7 @@ from ..errors import InvalidInput
 GRAPH = "graph replay, rotated cold caches, median"
 CLOCK = "host clock, rotated data, median"
 _LEAST_CALLS = 8  # in one graph: a replay shorter than some tens of microseconds times its own launch
+_LONG_MS = 5.0  # of one call over each data set: no launch shows in it, and one replay warms up
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ def _graph_samples(
     with torch.cuda.stream(stream):
         for call in calls:  # compile and warm up outside the capture
             call()
+        long = _pass_ms(calls) > _LONG_MS
     torch.cuda.current_stream(device).wait_stream(stream)
-    rounds = -(-_LEAST_CALLS // len(calls))
+    rounds = 1 if long else -(-_LEAST_CALLS // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
             for call in calls:
                 call()
-    for _ in range(3):
+    for _ in range(1 if long else 3):
         graph.replay()
     torch.cuda.synchronize(device)
     per_replay = rounds * len(calls)
@@ -92,6 +94,17 @@ def _graph_samples(
         torch.cuda.synchronize(device)
         samples += [a.elapsed_time(b) * 1e3 / per_replay for a, b in zip(events, events[1:], strict=False)]
     return samples
+
+
+def _pass_ms(calls: Sequence[Callable[[], object]]) -> float:
+    """Milliseconds of the calls one after the other, launched one by one: of short ones, that of their launches."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _clock_samples(calls: Sequence[Callable[[], object]], seconds: float, least: int) -> list[float]:

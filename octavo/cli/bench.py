@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +35,14 @@ def bench(
     ] = None,
     site: Annotated[Path | None, typer.Option(help="A folder with the engine's packages.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds that a cell is repeated for.")] = 0.1,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds that a cell is repeated for; 0.1, of the matrix 0.02 unless told."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processes that compile first; 0: none. With --matrix one a processor unless told."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Each new record as a line on stdout.")] = False,
 ) -> None:
     """Measure decode, verify, prefill and append at the shapes of models: accuracy on sampled rows, then time.
@@ -43,6 +51,7 @@ def bench(
     tiny cases, which shows that it works, not how fast octavo is. Exit code 1 if a result of ours is wrong or fails.
     """
     from ..bench.engines import steps
+    from ..bench.measure import DeviceLost
 
     progress = for_messages()
     asked = {
@@ -58,7 +67,8 @@ def bench(
         if not matrix and not any(asked.values()):
             steps.measure(engine, out, site)
             return
-    run = _Run(out, asked, matrix, peers, device, seconds, progress)
+    how = _How(matrix, peers, device, *_defaults(matrix, device, seconds, jobs))
+    run = _Run(out, asked, how, progress)
     wrong = 0
     try:
         for record in run.records():
@@ -70,6 +80,11 @@ def bench(
     except KeyboardInterrupt:
         progress.print(f"octavo: interrupted; {run.done} of {run.total} cells are in {out}, run it again to go on")
         raise typer.Exit(130) from None
+    except DeviceLost as lost:
+        where = f"{lost.record.case} on {lost.record.backend}"
+        progress.print(f"octavo: the device was lost in {where}, which is recorded as such: {lost}", soft_wrap=True)
+        progress.print(f"octavo: {run.done} of {run.total} cells are in {out}, run it again to go on")
+        raise typer.Exit(1) from None
     progress.print(f"{run.done} of {run.total} cells are in {out}")
     if engine is not None:
         steps.measure(engine, out, site)
@@ -78,29 +93,47 @@ def bench(
         raise typer.Exit(1)
 
 
-class _Run:
-    """One run of the command: what is to be measured, and how far it is."""
+@dataclass(frozen=True)
+class _How:
+    """Options of a run: which cells, on what, repeated for how long, compiled in how many processes beforehand."""
 
-    def __init__(
-        self,
-        out: Path,
-        asked: dict[str, tuple[Any, ...] | None],
-        matrix: bool,
-        peers: bool,
-        device: str,
-        seconds: float,
-        progress: Any,
-    ) -> None:
-        from ..bench import matrix as cells
+    matrix: bool
+    peers: bool
+    device: str
+    seconds: float
+    jobs: int
+
+
+def _defaults(matrix: bool, device: str, seconds: float | None, jobs: int | None) -> tuple[float, int]:
+    """Seconds and jobs, where not told those that suit one model's cells or the matrix; a CPU compiles nothing."""
+    from ..bench.processes import processors
+    from .target import target_device
+
+    if jobs is None:
+        jobs = processors() if matrix and target_device(device).type != "cpu" else 0
+    return seconds or (0.02 if matrix else 0.1), jobs
+
+
+class _Run:
+    """One run of the command: what is to be measured, and how far it is.
+
+    Attributes:
+        cells: cells that differ in their names alone, together, and the backends of each such group.
+        total, done: records that there are to be, and that are.
+    """
+
+    def __init__(self, out: Path, asked: dict[str, tuple[Any, ...] | None], how: _How, progress: Any) -> None:
+        from ..bench import matrix
         from ..bench.records import RecordFile
         from ..device import Device
         from ..spec import dtype_name
         from .target import target_device
 
-        self.device, self.seconds, self.progress = target_device(device), seconds, progress
+        self.how, self.progress = how, progress
+        self.device = target_device(how.device)
         facts = Device.of(self.device)
         on_cpu = facts.arch == "cpu"
-        chosen = cells.TINY if on_cpu else cells.WHOLE if matrix else cells.Selection()
+        chosen = matrix.TINY if on_cpu else matrix.WHOLE if how.matrix else matrix.Selection()
         given = {name: values for name, values in asked.items() if values is not None}
         if "contexts" in given:
             given["prompts"] = given["contexts"]
@@ -108,46 +141,96 @@ class _Run:
             given["kv_dtypes"] = tuple(dtype_name(name) for name in given["kv_dtypes"])
         selection = replace(chosen, **given)
         memory = None if on_cpu else facts.memory_gb * 1e9
-        tokens = cells.TINY_TOKENS if on_cpu else cells.PREFILL_TOKENS
-        self.cells = [(case, cells.backends_of(case, facts, peers)) for case in cells.cases(selection, memory, tokens)]
-        self.total = sum(len(backends) for _, backends in self.cells)
+        tokens = matrix.TINY_TOKENS if on_cpu else matrix.PREFILL_TOKENS
+        groups = matrix.alike(matrix.cases(selection, memory, tokens))
+        self.cells = [(cases, matrix.backends_of(cases[0], facts, how.peers)) for cases in groups]
+        self.total = sum(len(cases) * len(backends) for cases, backends in self.cells)
         if not self.total:
             raise InvalidInput(
                 "there must be something to measure: a model whose attention is not latent, an op, a cell that fits in "
-                f"{cells.LARGEST_SHARE:.0%} of the device's memory",
+                f"{matrix.LARGEST_SHARE:.0%} of the device's memory",
                 "none",
             )
         self.file = RecordFile(out)
-        self.there = self.file.done()
+        self.there = self.file.there()
         self.done = 0
 
     def records(self) -> Iterator[Record]:
         """New records, each written before it is yielded."""
         from ..bench.matrix import compare
-        from ..bench.measure import of_run
+        from ..bench.measure import DeviceLost, of_run
 
-        todo = [(case, self._missing(case, backends)) for case, backends in self.cells]
-        todo = [(case, backends) for case, backends in todo if backends]
-        self.done = self.total - sum(len(backends) for _, backends in todo)
-        if not todo:
+        known = [(cases, backends, self._known(cases, backends)) for cases, backends in self.cells]
+        self.done = sum(
+            (case.name, name) in self.there for cases, _, names in known for case in cases for name in names
+        )
+        if self.done == self.total:
             return
-        if self.device.type == "cpu":
-            words = "no GPU here: the reference on tiny cases, which shows that it works, not how fast octavo is"
-            self.progress.print(words, soft_wrap=True)
-        with self.file, bar(self.progress, "Measuring", self.total - self.done) as advance:
-            common = of_run(self.device, self.seconds)
-            for case, backends in todo:
-                for record in compare(case, backends, self.device, **common):
-                    self.file.write(record)
-                    self.done += 1
-                    advance()
-                    yield record
-                _free(self.device)
+        todo = []  # cases, backends that none of them has been measured on
+        with self.file:
+            for cases, backends, names in known:
+                for record in self._copies(cases, names):
+                    yield self._written(record)
+                missing = [b for b, name in zip(backends, names, strict=True) if not self._measured(cases, name)]
+                todo += [(cases, missing)] if missing else []
+            if not todo:
+                return
+            if self.device.type == "cpu":
+                words = "no GPU here: the reference on tiny cases, which shows that it works, not how fast octavo is"
+                self.progress.print(words, soft_wrap=True)
+            self._compile([(cases[0], backends) for cases, backends in todo])
+            with bar(self.progress, "Measuring", self.total - self.done) as advance:
+                common = of_run(self.device, self.how.seconds)
+                for cases, backends in todo:
+                    try:
+                        for record in compare(cases[0], backends, self.device, **common):
+                            for copy in self._all(cases, record):
+                                yield copy
+                                advance()
+                    except DeviceLost as lost:
+                        yield from self._all(cases, lost.record)
+                        raise
+                    _free(self.device)
 
-    def _missing(self, case: Case | IndexerCase, backends: list[str]) -> list[str]:
+    def _all(self, cases: list[Case | IndexerCase], record: Record) -> Iterator[Record]:
+        """The record under the name of each of the cases, written."""
+        yield from (self._written(record.named(case.name)) for case in cases)
+
+    def _written(self, record: Record) -> Record:
+        self.file.write(record)
+        self.there[record.case, record.backend] = record
+        self.done += 1
+        return record
+
+    def _known(self, cases: list[Case | IndexerCase], backends: list[str]) -> list[str]:
+        """What the records of each of the backends are called."""
         from ..bench.matrix import backend_name
 
-        return [b for b in backends if (case.name, backend_name(case, b, self.device)) not in self.there]
+        return [backend_name(cases[0], backend, self.device) for backend in backends]
+
+    def _measured(self, cases: list[Case | IndexerCase], backend: str) -> Record | None:
+        found = (self.there.get((case.name, backend)) for case in cases)
+        return next((record for record in found if record is not None), None)
+
+    def _copies(self, cases: list[Case | IndexerCase], backends: list[str]) -> Iterator[Record]:
+        """Records that are missing of cases of which one like them has been measured."""
+        for backend in backends:
+            one = self._measured(cases, backend)
+            if one is not None:
+                yield from (one.named(case.name) for case in cases if (case.name, backend) not in self.there)
+
+    def _compile(self, cells: list[tuple[Case | IndexerCase, list[str]]]) -> None:
+        """What the cells need, in several processes, where that was asked for."""
+        from ..bench import ahead
+        from ..bench.processes import in_processes
+
+        found = ahead.groups(cells) if self.how.jobs else []
+        if not found:
+            return
+        started = time.perf_counter()
+        with bar(self.progress, "Compiling", sum(map(len, found))) as advance:
+            in_processes(ahead.call_once, found, self.device, self.how.jobs, advance)
+        self.progress.print(f"compiled in {time.perf_counter() - started:.0f} s")
 
 
 def _free(device: Any) -> None:

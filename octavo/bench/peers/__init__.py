@@ -25,12 +25,14 @@ class Peer:
     Attributes:
         name: what records call it. ops: the ops of cases that it has.
         package: what must be importable. function: "module:function" of its `prepare`.
+        builds: it compiles kernels when they are first called, and keeps them on disk.
     """
 
     name: str
     ops: tuple[str, ...]
     package: str
     function: str
+    builds: bool = False
 
     @property
     def installed(self) -> bool:
@@ -59,11 +61,11 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("flashinfer-xqa", ("decode",), "flashinfer", "octavo.bench.peers.flashinfer:xqa"),
-        Peer("flashinfer-fa2", ("decode",), "flashinfer", "octavo.bench.peers.flashinfer:fa2"),
-        Peer("flashinfer-fa3", ("prefill",), "flashinfer", "octavo.bench.peers.flashinfer:fa3"),
+        Peer("flashinfer-xqa", ("decode",), "flashinfer", "octavo.bench.peers.flashinfer:xqa", True),
+        Peer("flashinfer-fa2", ("decode",), "flashinfer", "octavo.bench.peers.flashinfer:fa2", True),
+        Peer("flashinfer-fa3", ("prefill",), "flashinfer", "octavo.bench.peers.flashinfer:fa3", True),
         Peer("sdpa-cudnn", ("prefill",), "torch", "octavo.bench.peers.sdpa:cudnn"),
         Peer("sdpa-flash", ("prefill",), "torch", "octavo.bench.peers.sdpa:flash"),
-        Peer("deepgemm", ("paged_mqa_logits", "mqa_logits"), "deep_gemm", "octavo.bench.peers.deepgemm:logits"),
+        Peer("deepgemm", ("paged_mqa_logits", "mqa_logits"), "deep_gemm", "octavo.bench.peers.deepgemm:logits", True),
     )
 }

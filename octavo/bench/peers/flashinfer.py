@@ -1,6 +1,6 @@
-"""flashinfer's kernels over an e4m3 cache: XQA and FA2 decode, FA3 prefill.
+"""flashinfer's kernels: XQA and FA2 decode over an e4m3 or a bf16 cache, FA3 prefill over an e4m3 one.
 
-Its append takes what is stored: new keys and values are cast in one launch and appended in another. FA3 takes e4m3
+Its append takes what is stored: new keys and values are cast, for an e4m3 cache, and then appended. FA3 takes e4m3
 queries: they are cast by a scale of 1, one launch, as engines do with a calibrated scale. Plans are made outside.
 """
 
@@ -42,8 +42,9 @@ def _pages(inputs: AttentionInputs, layout: str, page_size: int) -> _Pages:
     (k, v), tables = inputs.paged(page_size, stream(inputs.k), stream(inputs.v))
     counts = torch.tensor([-(-n // page_size) for n in inputs.case.seq_lens])
     held = (torch.arange(int(counts.max())) < counts[:, None]).to(inputs.device)
+    stored = TORCH_DTYPES[inputs.case.spec.kv_dtype]
     return _Pages(
-        (k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)),
+        (k.view(stored), v.view(stored)),
         layout,
         page_size,
         tables,
@@ -53,11 +54,10 @@ def _pages(inputs: AttentionInputs, layout: str, page_size: int) -> _Pages:
     )
 
 
-def _check(case: Case) -> None:
-    """Unsupported for what these three are not set up for."""
-    spec = case.spec
+def _check(case: Case, *taken: str, sixteen_bits: bool = False) -> None:
+    """Unsupported for what is not set up here; taken: fields of the spec that the kernel takes as they are."""
+    spec, stored = case.spec, ("fp8_e4m3", "bfloat16") if sixteen_bits else ("fp8_e4m3",)
     wanted = {
-        "kv_dtype": "fp8_e4m3",
         "query_dtype": "bfloat16",
         "out_dtype": "bfloat16",
         "scale_granularity": "tensor",
@@ -68,10 +68,12 @@ def _check(case: Case) -> None:
         "mla": False,
         "head_dim_v": spec.head_dim,
     }
-    found = {name: getattr(spec, name) for name in wanted}
+    found = {name: getattr(spec, name) for name in wanted if name not in taken}
     reasons = [
-        f"measured with {name} {wanted[name]}; it is {found[name]}" for name in wanted if found[name] != wanted[name]
+        f"measured with {name} {wanted[name]}; it is {found[name]}" for name in found if found[name] != wanted[name]
     ]
+    if spec.kv_dtype not in stored:
+        reasons.append(f"measured with kv_dtype {' or '.join(stored)}; it is {spec.kv_dtype}")
     if reasons:
         raise Unsupported(f"flashinfer is not set up for {case.name}", reasons)
 
@@ -87,10 +89,11 @@ def _appends(case: Case, inputs: AttentionInputs, pages: _Pages) -> list[Callabl
 
     def one(new: tuple[torch.Tensor, torch.Tensor], indices: torch.Tensor) -> Callable[[], object]:
         both = torch.stack(new)
-        stored = torch.empty_like(both, dtype=torch.float8_e4m3fn)
+        stored = both if both.dtype == pages.kv[0].dtype else torch.empty_like(both, dtype=pages.kv[0].dtype)
 
         def append() -> None:
-            stored.copy_(both)
+            if stored is not both:
+                stored.copy_(both)
             append_paged_kv_cache(
                 stored[0],
                 stored[1],
@@ -123,9 +126,14 @@ def _outs(case: Case, inputs: AttentionInputs) -> list[torch.Tensor]:
     ]
 
 
+def _window_left(case: Case) -> int:
+    """How many tokens before its own a row sees; -1: all."""
+    return -1 if case.spec.window is None else case.spec.window - 1
+
+
 def xqa(case: Case, inputs: AttentionInputs) -> Side:
-    """TensorRT-LLM's XQA by flashinfer.decode: query and P are cast to e4m3 inside."""
-    _check(case)
+    """TensorRT-LLM's XQA by flashinfer.decode: over an e4m3 cache, query and P are cast to e4m3 inside."""
+    _check(case, "window", "sinks", sixteen_bits=True)
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     pages, outs = _pages(inputs, "HND", XQA_PAGE), _outs(case, inputs)
@@ -142,7 +150,9 @@ def xqa(case: Case, inputs: AttentionInputs) -> Side:
             max(case.seq_lens),
             bmm1_scale=case.spec.scale,
             bmm2_scale=1.0,
+            window_left=_window_left(case),
             out=out,
+            sinks=inputs.sinks,
             kv_layout="HND",
         )
 
@@ -151,8 +161,8 @@ def xqa(case: Case, inputs: AttentionInputs) -> Side:
 
 
 def fa2(case: Case, inputs: AttentionInputs) -> Side:
-    """FA2 decode on tensor cores: keys and values are widened to bf16 in registers."""
-    _check(case)
+    """FA2 decode on tensor cores: e4m3 keys and values are widened to bf16 in registers."""
+    _check(case, "window", sixteen_bits=True)
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 
     spec, pages, outs = case.spec, _pages(inputs, "NHD", FA2_PAGE), _outs(case, inputs)
@@ -177,8 +187,9 @@ def fa2(case: Case, inputs: AttentionInputs) -> Side:
             spec.num_kv_heads,
             spec.head_dim,
             pages.page_size,
+            window_left=_window_left(case),
             q_data_type=torch.bfloat16,
-            kv_data_type=torch.float8_e4m3fn,
+            kv_data_type=pages.kv[0].dtype,
             o_data_type=torch.bfloat16,
             sm_scale=spec.scale,
         )
