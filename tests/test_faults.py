@@ -234,7 +234,8 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(arguments, inside, monkeypa
 
 
 @pytest.mark.parametrize(
-    "arguments", [("check", "--device", "cpu"), ("bench", "--matrix", "--device", "cpu", "--out", "{out}")]
+    "arguments",
+    [("check", "--device", "cpu"), ("bench", "--matrix", "--device", "cpu", "--seconds", "2", "--out", "{out}")],
 )
 def test_sigint_of_a_running_command(arguments, tmp_path):
     out = tmp_path / "records.jsonl"
