@@ -74,6 +74,31 @@ def test_series_and_costs(file):
     assert costs[0]["bytes_per_token"] == 2048 and costs[0]["tokens"] == 10**9 // 2048
 
 
+def test_a_point_of_a_figure_is_of_one_case_for_all_backends(tmp_path):
+    both = [
+        (f"verify/llama/tp1{n}/b64/ctx{t}", name, t)
+        for n in ("", "/n2")
+        for t in (1024, 8192)
+        for name in ("gluon", "fa2")
+    ]
+    alone = [(f"verify/llama/tp1/n4/b64/ctx{t}", "gluon", 9 * t) for t in (1024, 8192)]
+    prompts = [(f"prefill/llama/tp1/b{b}/q{t}/ctx{t}", "gluon", b * t) for b, t in ((1, 1024), (4, 1024), (1, 8192))]
+    prompts += [("prefill/llama/tp1/b4/q1024/ctx1024", "fa3", 5000)]
+    records = [record(case, name, float(us)) for case, name, us in both + alone + prompts]
+    records.append(record("prefill/llama/tp1/b1/q1024/ctx8192", "gluon", 7.0, flops=10**10))
+    found = evidence.read([write(tmp_path / "r.jsonl", records)])
+    verify = evidence.series(found, "verify")
+    assert {key: sorted(of) for key, of in verify.items()} == {
+        ("llama/tp1", 64): ["fa2", "gluon"],
+        ("llama/tp1/n2", 64): ["fa2", "gluon"],
+        ("llama/tp1/n4", 64): ["gluon"],
+    }
+    assert verify["llama/tp1/n2", 64]["gluon"][8192].us == 8192
+    (prefill,) = evidence.series(found, "prefill").values()
+    assert prefill["gluon"][1024].case == prefill["fa3"][1024].case == "prefill/llama/tp1/b4/q1024/ctx1024"
+    assert prefill["gluon"][8192].case == "prefill/llama/tp1/b1/q8192/ctx8192"
+
+
 def test_plans_are_of_the_device_that_was_measured(file):
     ((subjects, plan),) = evidence.plans(evidence.read([file]))
     assert subjects == "llama/tp1" and "on h200" in plan and "gluon" in plan

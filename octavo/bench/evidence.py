@@ -171,16 +171,24 @@ def summary(evidence: Evidence) -> list[dict[str, Any]]:
 def series(evidence: Evidence, op: str) -> dict[tuple[str, int], dict[str, dict[int, Record]]]:
     """Timed records by (subject, batch), backend and context: what speed-against-context figures are drawn from.
 
-    Only those with two contexts or more.
+    Query rows of a sequence, where there are several, are part of the subject. A point is of one case for all backends:
+    of several with one context, that which most were timed in, or the largest. Only those with two contexts or more.
     """
-    found: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    cases: dict[tuple[str, int], dict[int, dict[str, dict[str, Record]]]] = {}
     for cell in evidence.of_op(op):
         sizes = cell.sizes
-        for name, record in cell.records.items():
-            if record.us is not None and "ctx" in sizes:
-                # A prefill step has fewer sequences the longer they are: one line for all of them.
-                key = (cell.subject, 0 if op == "prefill" else sizes.get("b", 0))
-                found.setdefault(key, {}).setdefault(name, {})[sizes["ctx"]] = record
+        timed = {name: record for name, record in cell.records.items() if record.us is not None}
+        if timed and "ctx" in sizes:
+            subject = cell.subject + (f"/n{sizes['n']}" if "n" in sizes else "")
+            # A prefill step has fewer sequences the longer they are: one line for all of them.
+            key = (subject, 0 if op == "prefill" else sizes.get("b", 0))
+            cases.setdefault(key, {}).setdefault(sizes["ctx"], {}).setdefault(cell.case, {}).update(timed)
+    found: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    for key, contexts in cases.items():
+        for context, named in contexts.items():
+            of_most = max(named.values(), key=lambda by: (len(by), max(one.flops or 0 for one in by.values())))
+            for backend, record in of_most.items():
+                found.setdefault(key, {}).setdefault(backend, {})[context] = record
     return {key: of for key, of in found.items() if any(len(points) > 1 for points in of.values())}
 
 
