@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
+from octavo.bench import report
 from octavo.bench.records import environment
 from octavo.testing.storm import trial
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser.add_argument("--backend", default=None)
     arguments = parser.parse_args()
     found = {**trial(arguments.steps, arguments.backend), "env": environment("cuda")}
-    Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+    report.write(Path(arguments.out), json.dumps(found, indent=1) + "\n")
     told = ("steps", "counts", "worst_row_error", "bytes_allocated", "seconds")
     print(json.dumps({name: found[name] for name in told}))
 

@@ -76,6 +76,8 @@ def _work(connection: Connection, function: Callable[[Any, torch.device], object
             connection.send(None)
 
 
-def processors() -> int:
-    """How many this process may use."""
+def jobs_for(device: torch.device) -> int:
+    """Processes that compile for a device beforehand: one a processor that this one may use; a CPU compiles nothing."""
+    if device.type == "cpu":
+        return 0
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

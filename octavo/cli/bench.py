@@ -105,12 +105,12 @@ class _How:
 
 
 def _defaults(matrix: bool, device: str, seconds: float | None, jobs: int | None) -> tuple[float, int]:
-    """Seconds and jobs, where not told those that suit one model's cells or the matrix; a CPU compiles nothing."""
-    from ..bench.processes import processors
+    """Seconds and jobs, where not told those that suit one model's cells or the matrix."""
+    from ..bench.processes import jobs_for
     from .target import target_device
 
     if jobs is None:
-        jobs = processors() if matrix and target_device(device).type != "cpu" else 0
+        jobs = jobs_for(target_device(device)) if matrix else 0
     return seconds or (0.02 if matrix else 0.1), jobs
 
 

@@ -79,10 +79,10 @@ def _compile(
     todo: list[Check], quick: bool, named: str | None, device: torch.device, jobs: int | None, progress: Any
 ) -> None:
     """Run the checks of compiled backends in several processes first, so that one after the other they find kernels."""
-    from ..bench.processes import in_processes, processors
+    from ..bench.processes import in_processes, jobs_for
 
     if jobs is None:
-        jobs = 0 if device.type == "cpu" else processors()
+        jobs = jobs_for(device)
     own = [backend.name for backend in BACKENDS[:-1]]  # the last is the reference; what is chosen is one of the others
     compiled = [i for i, one in enumerate(todo) if one.backend in own or one.op == "append"]
     if jobs and compiled:

@@ -26,6 +26,7 @@ import torch
 
 from ..attention import Attention, merge_states
 from ..backends import BY_NAME
+from ..bench import report
 from ..cache import PagedCache
 from ..device import Device
 from ..errors import Unsupported
@@ -36,12 +37,7 @@ from ..spec import AttentionSpec
 from . import bounds, fuzz, indexer_support
 from .inputs import Batch, slots_of
 
-TOOLS = {
-    "memcheck": (),
-    "racecheck": (),
-    "initcheck": (),
-    "synccheck": (),
-}
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 GROUPS = ("triton", "gluon", "indexer")
 FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 CPU, NOTHING = torch.device("cpu"), float("-inf")
@@ -235,36 +231,43 @@ def launch(group: str, device: torch.device) -> int:
 
 def check(tools: list[str], groups: list[str], out: Path | None, seconds: float) -> int:
     """Run every tool over every group side by side; print a summary. Returns how many have findings."""
+    started = time.monotonic()
+    lines, bad = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for tool, group, log, process in started_in(Path(folder), tools, groups):
+            try:
+                process.wait(max(1.0, seconds - (time.monotonic() - started)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            text = log.read_text(errors="replace")
+            counted = [int(a or b) for a, b in FOUND.findall(text)]
+            ran = re.search(rf"^{group}: .* wrong$", text, re.M)
+            clean = bool(counted) and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)
+            bad += not clean
+            told = f"{counted[-1]} findings" if counted else "no summary: it was stopped, or did not start"
+            lines.append(f"{tool:10} {told:14} {ran.group(0) if ran else group + ': not finished'}")
+            if not clean:
+                lines += [f"  {line}" for line in text.splitlines()[:80]]
+    print("\n".join(lines), flush=True)
+    if out is not None:
+        report.write(out, "\n".join(lines) + "\n")
+    return bad
+
+
+def started_in(folder: Path, tools: list[str], groups: list[str]) -> list[tuple[str, str, Path, Any]]:
+    """Every tool over every group as a process whose log lies in `folder`: (tool, group, log, process)."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
-    folder, started = Path(tempfile.mkdtemp()), time.monotonic()
     running = []
     for tool in tools:
         for group in groups:
             log = folder / f"{tool}-{group}.txt"
-            command = ["compute-sanitizer", "--tool", tool, *TOOLS[tool], "--print-limit", "20"]
+            command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
             command += [sys.executable, "-m", "octavo.testing.sanitize", "--launch", group]
             with log.open("w") as file:
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
             running.append((tool, group, log, process))
-    lines, bad = [], 0
-    for tool, group, log, process in running:
-        try:
-            process.wait(max(1.0, seconds - (time.monotonic() - started)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        text = log.read_text(errors="replace")
-        counted = [int(a or b) for a, b in FOUND.findall(text)]
-        ran = re.search(rf"^{group}: .* wrong$", text, re.M)
-        clean = bool(counted) and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)
-        bad += not clean
-        told = f"{counted[-1]} findings" if counted else "no summary: it was stopped, or did not start"
-        lines.append(f"{tool:10} {told:14} {ran.group(0) if ran else group + ': not finished'}")
-        if not clean:
-            lines += [f"  {line}" for line in text.splitlines()[:80]]
-    print("\n".join(lines), flush=True)
-    if out is not None:
-        out.write_text("\n".join(lines) + "\n")
-    return bad
+    return running
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from .. import report
+
 ROOT = Path(__file__).resolve().parents[3]  # the folder that holds octavo
 SHUTDOWN_S = 10
 LLAMA_8B = {
@@ -85,7 +87,7 @@ def collect(sides: Sequence[str], logs: Path | None, work: Path) -> dict[str, di
 def write_json(found: dict[str, Any], out: Path) -> None:
     """Write what text sides found."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    report.write(out, json.dumps(found, indent=1) + "\n")
 
 
 def path(work: Path, side: str, kind: str) -> Path:
