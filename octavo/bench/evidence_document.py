@@ -421,20 +421,27 @@ def _refused(evidence: Evidence) -> list[str]:
 def _missing(evidence: Evidence) -> list[str]:
     """What of the matrix has no record."""
     there = {cell.case for cell in evidence.cells}
-    cells = [case.name for case in matrix.cases(matrix.WHOLE, data.memory_of(evidence))]
+    whole = matrix.WHOLE
+    cells = [case.name for case in matrix.cases(whole, data.memory_of(evidence))]
     rows, gone = [], sum(name not in there for name in cells)
-    for model in matrix.MODELS:
+    for model in whole.models:
         names = [name for name in cells if name.split("/")[1].split(":")[0] == model]
         rows.append([model, f"{len(names):,}", f"{sum(name in there for name in names):,}"])
     told = "Every cell has a record." if not gone else f"**{gone:,} of {len(cells):,} cells have no record yet.**"
     return [
-        f"**What is here of the matrix, and what not.** {told} The matrix crosses these models with 1 and 8 ranks, 16, "
-        "64 and 512 sequences, 1,024, 8,192 and 32,768 tokens, FP8 and 16-bit caches. Outside it: latent attention, "
-        "which no kernel here takes (of deepseek-v3.2 it has the indexer), and cells whose keys and values exceed "
-        f"{matrix.LARGEST_SHARE:.0%} of the memory.",
+        f"**What is here of the matrix, and what not.** {told} The matrix crosses these models with "
+        f"{_listed(whole.tps)} ranks, {_listed(whole.concurrencies)} sequences, {_listed(whole.contexts)} tokens, FP8 "
+        "and 16-bit caches. Outside it: latent attention, which no kernel here takes (of deepseek-v3.2 it has the "
+        f"indexer), and cells whose keys and values exceed {matrix.LARGEST_SHARE:.0%} of the memory.",
         "",
         *_table(["model", "cells of the matrix", "with a record"], rows),
     ]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """ "1,024 and 8,192"."""
+    *first, last = (f"{number:,}" for number in numbers)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _where(evidence: Evidence, command: str) -> list[str]:
