@@ -212,9 +212,9 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
 def hopper_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int) -> int:
     """int32 of the schedule that Hopper's plan makes for at most `max_batch` sequences, whatever its max_query_len."""
     tiles = [hopper_decode_tile(spec, rows) for rows in range(1, spec.max_query_len + 1)]
-    return max(
-        max_batch + 2 + 2 * t.programs_per_sm * device.num_sms + max_batch * spec.num_kv_heads * t.blocks for t in tiles
-    )
+    programs = max(t.programs_per_sm for t in tiles) * device.num_sms
+    items = max_batch * spec.num_kv_heads * max(t.blocks for t in tiles)
+    return 2 * programs + 2 * max_batch + items + 4
 
 
 def hopper_decode_partials(spec: AttentionSpec, device: Device, rows: int, max_batch: int, max_context: int) -> int:

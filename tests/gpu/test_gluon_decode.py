@@ -135,22 +135,51 @@ def test_bytes_of_no_token_never_reach_a_result(page_size, window):
     assert torch.equal(a, b) and bool(a.isfinite().all()) and torch.equal(nan.lse, zero.lse)
 
 
-@pytest.mark.parametrize("lens", [[100, 3000, 64, 700, 5], [20000] * 5])
+@pytest.mark.parametrize("lens", [[100, 3000, 64, 700, 5], [20000] * 5, [1000] * 64, [2000] * 16], ids=str)
 def test_padding_moves_nothing(lens):
-    """Sequences without tokens have no part in the schedule, so the others are cut as without them."""
-    live = batch_of(spec_of(lse=True), lens)
-    expected, expected_lse = run(live), live.lse
-    ids = torch.tensor([-1, 2**31 - 1, -(2**31)], dtype=torch.int32, device="cuda")
+    """Sequences of one token or none have no part in the schedule, so the others are cut as without them."""
+    live = batch_of(spec_of(lse=True, sinks=True), lens)
+    expected, expected_lse, n = run(live), live.lse, len(lens)
+    ids = torch.tensor([-1, 2**31 - 1, -(2**31), -1, 2**31 - 1, -(2**31), 0], dtype=torch.int32, device="cuda")
     padded = replace(
         live,
-        q=torch.cat([live.q, live.q[:3]]),
-        seq_lens=torch.cat([live.seq_lens, torch.tensor([0, -5, 0], dtype=torch.int32, device="cuda")]),
-        page_table=torch.cat([live.page_table, ids[:, None].expand(3, live.page_table.shape[1])]),
-        query_starts=torch.arange(9, dtype=torch.int32, device="cuda"),
+        q=torch.cat([live.q, live.q[:1].expand(7, -1, -1)]),
+        seq_lens=torch.cat([live.seq_lens, torch.tensor([0, -5, 0, 1, 1, 1, 1], dtype=torch.int32, device="cuda")]),
+        page_table=torch.cat([live.page_table, ids[:, None].expand(7, live.page_table.shape[1])]),
+        query_starts=torch.arange(n + 8, dtype=torch.int32, device="cuda"),
     )
     out = run(padded)
-    assert torch.equal(out[:5], expected) and torch.equal(padded.lse[:5], expected_lse)
-    assert not out[5:].any() and bool((padded.lse[5:] == -math.inf).all())
+    assert torch.equal(out[:n], expected) and torch.equal(padded.lse[:n], expected_lse)
+    assert not out[n:-1].any() and bool((padded.lse[n:-1] == -math.inf).all())
+    assert errors(padded, out).within(1.1)
+
+
+EVEN = {"whole items": [1024] * 64, "nearly": [1000, 1024, 930, 1001] * 16, "halves": [4096, 4000] * 8, "one": [5000]}
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_query_len": 4}, {"page_size": 128, "lse": True}, {"window": 1000}])
+@pytest.mark.parametrize("name", EVEN)
+def test_whole_items_and_even_parts(name, fields):
+    spec, lens = spec_of(64, **fields), EVEN[name]
+    batch = batch_of(spec, lens, [spec.max_query_len] * len(lens))
+    out = run(batch)
+    assert errors(batch, out).within(1.1)
+    assert torch.equal(out, run(batch))
+
+
+SHORT = ["lse and sinks", "softcap", "e4m3 query and output", "16/16 of 192/128", "64/8 of 64"]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_sequences_of_one_token(name):
+    spec = replace(GRID[name], max_query_len=4)
+    batch = batch_of(spec, [1, 1, 2, 1, 1000, 1], [1, 2, 1, 4, 1, 0])
+    out = run(batch)
+    assert errors(batch, out).within(1.1)
+    if spec.lse:
+        _, lse = exact(batch)
+        sees = lse > -math.inf
+        assert bool((batch.lse[~sees] == -math.inf).all()) and (batch.lse - lse)[sees].abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -90,6 +90,39 @@ def floor_of(batch: Batch) -> float:
     return math.sqrt(wrong / norm)
 
 
+DIGITS = 2.0**-13  # tensor cores keep this of the largest of a sum so far and the 32 products that they add to it
+ADDED = 2 * 128 + 8  # to a score of two e4m3 terms of 128: products, and the sum so far in each of eight steps
+
+
+def lse_deviation(batch: Batch) -> torch.Tensor:
+    """Standard deviation [rows, heads] that what tensor cores cut off gives lse, if all of a row's scores err alike.
+
+    Of every number added, up to one unit in the last digit kept is cut off: a third of its square in the mean.
+    """
+    spec, starts = batch.spec, batch.query_starts.tolist()
+    result = torch.zeros(batch.q.shape[:2], device="cuda")
+    q_all = batch.q.float() * (1.0 if batch.arguments.get("q_scale") is None else batch.arguments["q_scale"])
+    for index, length in enumerate(batch.seq_lens.tolist()):
+        q = q_all[starts[index] : starts[index + 1]]
+        if length <= 0 or not len(q):
+            continue
+        k, _, _ = gather(spec, batch.cache.bytes(), batch.page_table[index], 0, length, torch.float32)
+        positions = torch.arange(length - len(q), length, device="cuda")
+        seen = visible_tokens(spec, positions, torch.arange(length, device="cuda"))
+        for head in range(spec.num_q_heads):
+            s = torch.zeros(len(q), length, device="cuda")
+            largest = s.clone()
+            for d in range(0, spec.head_dim, 32):
+                products = q[:, head, None, d : d + 32] * k[head // spec.group_size][None, :, d : d + 32]
+                s += products.sum(-1)
+                largest = torch.stack([largest, products.abs().amax(-1), s.abs()]).amax(0)
+            s *= spec.scale
+            s = spec.softcap * torch.tanh(s / spec.softcap) if spec.softcap else s
+            p = torch.softmax(s.masked_fill(~seen, -1e30), -1)
+            result[starts[index] : starts[index + 1], head] = (p * largest).sum(-1)
+    return result * spec.scale * DIGITS * math.sqrt(ADDED / 3)
+
+
 FAST = {
     "32/8": spec_of(),
     "64/8": spec_of(64),
@@ -134,7 +167,9 @@ def test_exact_is_as_exact_as_bf16_attention_and_bit_equal_each_time(name):
     if batch.lse is not None:
         _, lse = exact(batch)
         assert torch.equal(batch.lse.isfinite(), lse.isfinite())
-        assert (batch.lse - lse)[lse.isfinite()].abs().max() < 2e-3
+        wrong, allowed = (x[lse.isfinite()].double() for x in (batch.lse - lse, lse_deviation(batch)))
+        assert wrong.square().mean() <= allowed.square().mean()
+        assert (wrong.abs() <= 5 * allowed + 1e-5).all()  # tens of thousands of rows; the rest is fp32's
     assert all(same(out, run(batch)) for _ in range(20))
 
 
@@ -154,19 +189,34 @@ def test_items_that_are_cut_are_merged(precision, lens, rows):
     assert all(same(out, run(batch)) for _ in range(20))
 
 
-@pytest.mark.parametrize("kind", ["outlier channel of V", "common offset of keys"])
+@pytest.mark.parametrize("tokens, rows", [(1000, 300), (16384, 128), (131072, 64)])
+@pytest.mark.parametrize("kind", ["normal", "outlier channel of V", "common offset of keys"])
 @pytest.mark.parametrize("precision", ["fast", "exact"])
-def test_hard_inputs(kind, precision):
+def test_hard_inputs(kind, precision, tokens, rows):
     spec = spec_of(8, 2, precision=precision)
-    batch = batch_of(spec, [1000], [300], k_scale=0.1, v_scale=0.5)
+    batch = batch_of(spec, [tokens], [rows], k_scale=0.1, v_scale=0.5)
     k, v = batch.k.clone(), batch.v.clone()
     if kind == "outlier channel of V":
         v[..., 5] += 100.0
-    else:
+    elif kind == "common offset of keys":
         k += 3.0
-    batch.cache.append(k, v, slots_of(batch.page_table, spec.page_size, [1000]))
-    found = errors(batch, run(batch))
-    assert found.within(1.1) if precision == "exact" else found.rel <= 1.1 * math.hypot(floor_of(batch), found.rel_bf16)
+    batch.cache.append(k, v, slots_of(batch.page_table, spec.page_size, [tokens]))
+    found, floor = errors(batch, run(batch)), floor_of(batch)
+    print(f"HARD {kind}, {precision}, {tokens} tokens: {found.rel:.5f}, floor {floor:.5f}, bf16 {found.rel_bf16:.5f}, "
+          f"largest {found.max_abs:.5f} and {found.max_abs_bf16:.5f}")  # fmt: skip
+    assert found.within(1.1) if precision == "exact" else found.rel <= 1.1 * math.hypot(floor, found.rel_bf16)
+
+
+@pytest.mark.parametrize(
+    "precision, dim", [("fast", 64), ("fast", 128), ("exact", 64), ("exact", 128), ("exact", 256)]
+)  # fast of 256 has one accumulator
+def test_a_mean_over_131072_tokens_loses_nothing(precision, dim):
+    """All scores 0 and all values alike: one accumulator over all tokens would stop growing on the way."""
+    spec = spec_of(4, 1, dim, precision=precision, out_dtype="float32")
+    batch = batch_of(spec, [131072], [40], k_scale=1.0, v_scale=1.0)
+    k, v = torch.zeros_like(batch.k), torch.full_like(batch.v, 0.8125)
+    batch.cache.append(k, v, slots_of(batch.page_table, spec.page_size, [131072]))
+    assert run(batch).sub(0.8125).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("page_size", [32, 64, 128])

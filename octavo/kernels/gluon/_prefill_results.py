@@ -32,28 +32,23 @@ def finish_tile(
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     R: gl.constexpr = gl.SliceLayout(1, OUT)
     PIECES: gl.constexpr = c.pieces
-    if c.exact:
-        bits = reference - EXACT_BITS
-        pieces = o
-    else:
-        bits = reference
-        pieces = (o,)
+    bits = reference - EXACT_BITS if c.exact else reference
     total = as_rows(gl.sum(weight, axis=1), c)
     if not c.exact:  # what is masked still adds 2^-14 by a parabola
         total = gl.where(reference > LOWEST, total, 0.0)
     lse = bits + gl.log2(total)
-    inverse = 1.0 / gl.maximum(total, 1e-30)
+    inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
     parts = get(ints, count, PARTS)
     if parts == 1:
         for i in gl.static_range(PIECES):
-            write_rows(pieces[i] * as_column(inverse, OUT), lse, i, count, ints, floats, output, WHICH, c)
+            write_rows(o[i], inverse, lse, i, count, ints, floats, output, WHICH, c)
     else:
         slot = 2 * get(ints, count, SLOT) + WHICH
         d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, OUT))
         rows = gl.arange(0, ROWS, layout=R)
         at = memory.out + slot.to(gl.int64) * (ROWS * c.dim) + gl.expand_dims(rows * c.dim, 1) + gl.expand_dims(d, 0)
         for i in gl.static_range(PIECES):
-            gl.store(at + i * c.piece, pieces[i] * as_column(inverse, OUT))
+            gl.store(at + i * c.piece, o[i] * as_column(inverse, OUT))
         gl.store(memory.lse + slot * ROWS + rows, gl.convert_layout(lse, R, assert_trivial=True))
         counter = schedule.counters + 2 * get(ints, count, COUNTER) + WHICH
         thread_barrier()
@@ -85,13 +80,17 @@ def merge(parts, count, ints, floats, output, memory, WHICH: gl.constexpr, c: gl
             part = gl.load(memory.out + slot.to(gl.int64) * (ROWS * c.dim) + within, cache_modifier=".cg")
             total += share
             out += part * gl.expand_dims(share, 1)
-        out = out * gl.expand_dims(1.0 / gl.maximum(total, 1e-30), 1)
-        write_rows(out, as_rows(peak + gl.log2(total), c), n, count, ints, floats, output, WHICH, c)
+        inverse = as_rows(gl.where(total > 0.0, 1.0 / total, 0.0), c)
+        write_rows(out, inverse, as_rows(peak + gl.log2(total), c), n, count, ints, floats, output, WHICH, c)
 
 
 @gluon.jit
-def write_rows(out, lse, piece: gl.constexpr, count, ints, floats, output, WHICH: gl.constexpr, c: gl.constexpr):
-    """Write a piece of normalised rows, and with the first their lse; the sink joins the denominator here, once."""
+def write_rows(out, inverse, lse, piece: gl.constexpr, count, ints, floats, output, WHICH: gl.constexpr,
+               c: gl.constexpr):  # fmt: skip
+    """Write a piece of rows, of whose denominator `inverse` is 1 / x, and with the first their lse.
+
+    The sink joins the denominator here, once.
+    """
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     head = get(ints, count, HEAD) * c.pack
     first_row = get(ints, count, FIRST_ROW) + WHICH * (ROWS // c.pack)
@@ -102,12 +101,12 @@ def write_rows(out, lse, piece: gl.constexpr, count, ints, floats, output, WHICH
         peak = gl.maximum(gl.maximum(lse, sink), NOTHING)
         joined = peak + gl.log2(gl.exp2(lse - peak) + gl.exp2(sink - peak))
         saw = lse > -float("inf")
-        out = out * as_column(gl.where(saw, gl.exp2(lse - joined), 0.0), OUT)
+        inverse *= gl.where(saw, gl.exp2(lse - joined), 0.0)
         lse = gl.where(saw, joined, lse)
     scale = get(floats, count, V_SCALE)
     if output.scale is not None:
         scale = scale / gl.load(output.scale)
-    out = (out * scale).to(output.out.dtype.element_ty)
+    out = (out * as_column(inverse * scale, OUT)).to(output.out.dtype.element_ty)
     if c.piece <= 128:  # a wider one would take the shared memory of a block of keys on its way to whole rows
         out = gl.convert_layout(out, gl.BlockedLayout([1, 8], [256 // c.piece, c.piece // 8], [4, 1], [1, 0]))
     L: gl.constexpr = out.type.layout

@@ -1,8 +1,11 @@
 """What a consumer of prefill does with a block of keys: scores, softmax, and the two products around them.
 
-fast: scores are fp16 pairs (`_halves`), P is e4m3 relative to the running maximum, and its products are added up in the
-tensor cores. exact: scores are fp32, P is hi + lo relative to its own block's maximum, and every block's product has a
-fresh accumulator, so that neither a sink nor a long context costs digits.
+fast: scores are fp16 pairs (`_halves`), and P is e4m3 relative to the running maximum. exact: scores are fp32, and P is
+hi + lo relative to its own block's maximum, so that a sink costs no digits.
+
+Every block's P V has a fresh accumulator and is added up in fp32. Tensor cores keep about 14 digits of a sum of FP8
+products and cut the rest off: in one accumulator for all blocks, a channel of one sign loses a part that grows with the
+context, and at last stops growing. So it is in fast with head_dim 256, for want of registers.
 """
 
 from __future__ import annotations
@@ -239,6 +242,13 @@ def softmax_exact(x, own, old, new, weight, c: gl.constexpr):
     return half.pack_singles(p), keep, add, weight * as_column(keep, W) + sums * as_column(add, W)
 
 
+@gluon.jit
+def added_up(o, keep, pv):
+    """The output so far, brought to the new reference by keep [rows], and a block's product."""
+    L: gl.constexpr = o.type.layout
+    return o * as_column(keep, L) + pv
+
+
 @gluon.constexpr_function
 def rescale_asm(n):
     """n registers times their factors, unless all factors of the warp are 1: a thread has two rows, by turns of two."""
@@ -271,34 +281,57 @@ def rescaled(o, keep):
 
 
 @gluon.jit
+def add_products(p8, o, keep, following, step, v_tiles, c: gl.constexpr):
+    """The output with a block's P V, piece by piece, and the next scores, whose product is in flight."""
+    if not c.fresh:
+        one = warpgroup_mma(p8, operand_of(v_tiles, step, c), rescaled(o[0], keep), is_async=True)
+        one, following = warpgroup_mma_wait(0, deps=[one, following])
+        return (one,), scores_of(following, c)
+    PIECES: gl.constexpr = c.pieces
+    PIECE: gl.constexpr = c.piece
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    v = v_tiles.index(step & (c.stages - 1))
+    out = ()
+    for i in gl.static_range(PIECES):
+        columns = v.slice(i * PIECE, PIECE, dim=0).permute((1, 0))
+        pv = warpgroup_mma(p8, columns, gl.zeros([ROWS, PIECE], gl.float32, OUT), use_acc=False, is_async=True)
+        if i == 0:
+            pv, following = warpgroup_mma_wait(0, deps=[pv, following])
+        else:
+            pv = warpgroup_mma_wait(0, deps=[pv])
+        out = out + (added_up(o[i], keep, pv),)
+    return out, scores_of(following, c)
+
+
+@gluon.jit
 def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
               MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """A block alone: its softmax, then its P V together with the next block's Q K^T."""
     q_full, q_empty, k_full, v_full, empty, v_landed = bars
-    OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     if c.softcap is not None:
         s = capped(s, factor, c)
     if MASK:
         s = masked(s, block, limit, tile, c)
     x, new = exponents_fast(s, reference, softmax_factor(factor, c), c)
     p, keep, weight = softmax_fast(x, reference, new, weight, c)
-    o = rescaled(o, keep)
     p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
     wait_full(v_full, step, c)
     wait_full(k_full, step + 1, c)
-    o = warpgroup_mma(p8, operand_of(v_tiles, step, c), o, is_async=True)
-    s = start_scores(step + 1, q_terms, k_tiles, c)
-    o, s = warpgroup_mma_wait(0, deps=[o, s])
+    following = start_scores(step + 1, q_terms, k_tiles, c)
+    o, s = add_products(p8, o, keep, following, step, v_tiles, c)
     free(empty, step + 1, c)
-    return scores_of(s, c), o, new, weight
+    return s, o, new, weight
 
 
 @gluon.jit
 def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c: gl.constexpr):
     """`unroll` blocks that every row sees whole: under each softmax the next block's Q K^T and the last one's P V."""
     q_full, q_empty, k_full, v_full, empty, v_landed = bars
-    OUT: gl.constexpr = pipe.accumulator_layout(c.dim)
+    DIM: gl.constexpr = c.dim
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     UNROLL: gl.constexpr = c.unroll
+    pv, kept = o[0], reference  # of the block before, once there is one
     for u in gl.static_range(UNROLL):
         if c.softcap is not None:
             s = capped(s, factor, c)
@@ -309,16 +342,17 @@ def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles
         reference = new
         wait_full(v_full, step + u, c)  # here: a border that keeps the softmax before the wait for P V
         if u > 0:
-            o = warpgroup_mma_wait(1, deps=[o])
+            pv = warpgroup_mma_wait(1, deps=[pv])
             free(empty, step + u, c)
-        o = rescaled(o, keep)
+            o = (added_up(o[0], kept, pv),)
         p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
-        o = warpgroup_mma(p8, operand_of(v_tiles, step + u, c), o, is_async=True)
         if u < UNROLL - 1:
+            nothing = gl.zeros([ROWS, DIM], gl.float32, OUT)
+            pv = warpgroup_mma(p8, operand_of(v_tiles, step + u, c), nothing, use_acc=False, is_async=True)
+            kept = keep
             s = scores_of(warpgroup_mma_wait(1, deps=[following]), c)
         else:  # nothing may be in flight over the loop's end: ptxas would serialise all products
-            o, s = warpgroup_mma_wait(0, deps=[o, following])
-            s = scores_of(s, c)
+            o, s = add_products(p8, o, keep, following, step + u, v_tiles, c)
             free(empty, step + u + 1, c)
     return s, o, reference, weight
 
@@ -374,15 +408,12 @@ def one_block(block, step, q_terms, s, o, reference, weight, factor, limit, tile
 
 @gluon.jit
 def no_output(c: gl.constexpr):
-    """The output before its first block: a tile, or its pieces."""
+    """The pieces of the output before its first block."""
     PIECE: gl.constexpr = c.piece
     zero = gl.zeros([ROWS, PIECE], gl.float32, pipe.accumulator_layout(c.piece))
-    if c.exact:
-        if c.pieces == 1:
-            return (zero,)
-        elif c.pieces == 2:
-            return zero, zero
-        else:
-            return zero, zero, zero, zero
+    if c.pieces == 1:
+        return (zero,)
+    elif c.pieces == 2:
+        return zero, zero
     else:
-        return zero
+        return zero, zero, zero, zero

@@ -6,7 +6,8 @@ columns, which is bf16's precision. P is scaled by its own tile's maximum and ev
 in fp32 outside, so that neither a sink nor a long context costs digits.
 
 Persistent programs of one producer warp (TMA) and four consumer warps share all tiles evenly (`plan`). Where an item, a
-sequence and KV head, is cut, the program that finishes its last part merges it: one launch.
+sequence and KV head, is cut, the program that finishes its last part merges it: one launch. What the plan has written
+and read (schedule, lengths, page table) is read while the kernel before still runs; all else is after the wait for it.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ from ...spec import AttentionSpec
 from . import _pipeline as pipe
 from ._names import reinterpret, thread_barrier
 from ._results import (
-    LOG2E,
     NOTHING,
     Output,
+    Pools,
+    Query,
     column_rows,
     finish,
     head_scale,
+    in_powers_of_two,
     merge_if_last,
     part_slot,
     parts_of,
+    rows_without_units,
     sequence,
-    write_empty_rows,
+    write_rows_without_units,
 )
 from .plan import Constants, constants, plan, schedule_of, starts_at, tile_span
 
@@ -65,18 +69,6 @@ class Batch(NamedTuple):
     rows: int  # of the query
 
 
-class Query(NamedTuple):
-    """The query, its strides in elements, and the scales of query and keys with theirs."""
-
-    q: Any
-    row: int
-    head: int
-    scale: Any
-    scale_head: int
-    k_scale: Any
-    k_scale_head: int
-
-
 # ---- what is whose
 
 
@@ -84,8 +76,8 @@ class Query(NamedTuple):
 def segment(t, end, b, schedule, c: gl.constexpr):
     """The units from t on that lie in one item: the item's first unit and number of units, its head, the first unit
     within it, how many follow, and whether they end the sequence."""
-    before = gl.load(schedule.memory + b)
-    units = gl.load(schedule.memory + b + 1) - before
+    before = gl.load(schedule.memory + b, cache_modifier=".cg")
+    units = gl.load(schedule.memory + b + 1, cache_modifier=".cg") - before
     within = t - before * schedule.heads
     head = within // gl.maximum(units, 1)
     at = within - head * units
@@ -105,10 +97,13 @@ def live_tokens(length, rows, c: gl.constexpr):
 
 
 @gluon.jit
-def page_id(table, page, oldest, length, num_pages, c: gl.constexpr):
-    """Id of a sequence's page; -1 where no token of it is seen (its entry is not read), or it is not in the pool."""
+def page_id(table, page, oldest, length, num_pages, CACHE: gl.constexpr, c: gl.constexpr):
+    """Id of a sequence's page; -1 where no token of it is seen (its entry is not read), or it is not in the pool.
+
+    CACHE: ".cg" before the wait for the kernel before, past what L1 may hold; "" after it: L1 saves a trip a tile.
+    """
     used = (page >= oldest // c.page) & (page * c.page < length)
-    found = gl.load(table + page, mask=used, other=-1)
+    found = gl.load(table + page, mask=used, other=-1, cache_modifier=CACHE)
     return gl.where((found >= 0) & (found < num_pages), found, -1)
 
 
@@ -116,8 +111,18 @@ def page_id(table, page, oldest, length, num_pages, c: gl.constexpr):
 
 
 @gluon.jit
-def produce(k_desc, v_desc, batch, schedule, output, start, end, b, k_pages, v_pages, full, empty, c: gl.constexpr):
-    """Fill the ring with the tiles of units [start, end); then write the rows that have no tile."""
+def page_ids(table, tile, oldest, length, num_pages, CACHE: gl.constexpr, c: gl.constexpr):
+    """Ids of the pages of a tile."""
+    PAGES: gl.constexpr = c.pages
+    ids = ()
+    for g in gl.static_range(PAGES):
+        ids = ids + (page_id(table, tile * c.pages + g, oldest, length, num_pages, CACHE, c),)
+    return ids
+
+
+@gluon.jit
+def produce(k_desc, v_desc, batch, schedule, start, end, b, k_pages, v_pages, full, empty, c: gl.constexpr):
+    """Fill the ring with the tiles of units [start, end)."""
     PAGES: gl.constexpr = c.pages
     t = start
     step = start * 0
@@ -130,20 +135,24 @@ def produce(k_desc, v_desc, batch, schedule, output, start, end, b, k_pages, v_p
             skipped = at * c.unit_tiles
             kv_head = head // c.blocks
             table = batch.page_table + b.to(gl.int64) * batch.table_row
-            for i in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
+            tile = first + skipped
+            ids = page_ids(table, tile, oldest, length, batch.num_pages, ".cg", c)
+            gdc_wait()  # before: what the plan wrote, and what it read; after: what any kernel writes
+            for _ in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
+                tile += 1
+                next_ids = page_ids(table, tile, oldest, length, batch.num_pages, "", c)  # on their way during the wait
                 stage = step % c.stages
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), ((step // c.stages) & 1) ^ 1)
                 mbarrier.expect(bar, c.tile_bytes)
                 for g in gl.static_range(PAGES):
-                    page = page_id(table, (first + skipped + i) * c.pages + g, oldest, length, batch.num_pages, c)
                     k_at, v_at = stage * (c.panels * c.pages) + g, stage * c.pages + g
-                    pipe.copy_page(k_desc, k_pages, page, kv_head, bar, k_at, c.pages, c.panels)
-                    pipe.copy_page(v_desc, v_pages, page, kv_head, bar, v_at, 0, 1)
+                    pipe.copy_page(k_desc, k_pages, ids[g], kv_head, bar, k_at, c.pages, c.panels)
+                    pipe.copy_page(v_desc, v_pages, ids[g], kv_head, bar, v_at, 0, 1)
+                ids = next_ids
                 step += 1
         t += n
         b += ends.to(gl.int32)
-    write_empty_rows(batch, schedule, output, c)
 
 
 # ---- the consumer: four warps
@@ -156,7 +165,7 @@ def load_query(head, first_row, rows, batch, query, q_smem, columns: gl.constexp
     j = gl.arange(0, c.columns, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim_padded, layout=gl.SliceLayout(0, layout))
     row, q_head, _, there = column_rows(j, head, first_row, rows, batch, c)
-    at = gl.expand_dims(row.to(gl.int64) * query.row + q_head * query.head, 1) + gl.expand_dims(d, 0)
+    at = gl.expand_dims(row.to(gl.int64) * query.row + q_head.to(gl.int64) * query.head, 1) + gl.expand_dims(d, 0)
     mask = gl.expand_dims(there, 1) & gl.expand_dims(d < c.dim, 0)
     q = gl.load(query.q + at, mask=mask, other=0.0).to(gl.float32)
     scale = pipe.power_of_two_scale(gl.max(gl.abs(q), axis=1))
@@ -169,30 +178,19 @@ def load_query(head, first_row, rows, batch, query, q_smem, columns: gl.constexp
 
 
 @gluon.jit
-def scores(y, factor, c: gl.constexpr):
-    """Products y [tokens, columns] as scores in powers of two, capped if the spec says so."""
-    if c.softcap is None:
-        return y * gl.expand_dims(factor * LOG2E, 0)
-    else:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)): exact at both ends
-        e = gl.exp2(y * gl.expand_dims(factor * (2.0 * LOG2E / c.softcap), 0))
-        return (c.softcap * LOG2E) * (1.0 - 2.0 / (1.0 + e))
-
-
-@gluon.jit
 def token_positions(table, tile, oldest, length, num_pages, layout: gl.constexpr, c: gl.constexpr):
     """Positions of the tokens of a tile; far beyond any length on pages that are not there."""
     PAGES: gl.constexpr = c.pages
     token = gl.arange(0, c.tile, layout=layout)
     position = token + tile * c.tile
     for g in gl.static_range(PAGES):
-        missing = page_id(table, tile * c.pages + g, oldest, length, num_pages, c) < 0
+        missing = page_id(table, tile * c.pages + g, oldest, length, num_pages, "", c) < 0
         position = gl.where((token // c.page == g) & missing, 2**30, position)
     return position
 
 
 @gluon.jit
-def consume(batch, schedule, query, output, parts_memory, start, end, b,
+def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, more,
             k_tiles, v_tiles, q_smem, p_smem, exchange, full, empty, c: gl.constexpr):  # fmt: skip
     """Attend over the tiles of units [start, end), item by item, and write results or parts of them."""
     T: gl.constexpr = c.tile
@@ -217,13 +215,15 @@ def consume(batch, schedule, query, output, parts_memory, start, end, b,
             oldest = live_tokens(length, rows, c)
             first, tiles = tile_span(length, rows, c)
             table = batch.page_table + b.to(gl.int64) * batch.table_row
+            gdc_wait()
+            gdc_launch_dependents()
             factor = load_query(head, first_row, rows, batch, query, q_smem, COLUMNS, c)
             fence_async_shared()
             thread_barrier()  # here, or the compiler puts it into the loop
             _, _, row, there = column_rows(j, head, first_row, rows, batch, c)
             limit = gl.expand_dims(gl.where(there, length - rows + 1 + row, 0), 0)  # a row sees tokens below it
             item = (b, head, first_row, rows, first_unit)
-            parts, first_program, within = parts_of(first_unit, units, schedule, c)  # while the tiles are on their way
+            parts, first_program, within = parts_of(first_unit, units, at, schedule, c)
             peak = gl.full([C], NOTHING, gl.float32, COLUMNS)
             weight = gl.zeros([32, C], gl.float32, FOLDED)
             out = gl.zeros([DV, C], gl.float32, OUT)
@@ -235,7 +235,7 @@ def consume(batch, schedule, query, output, parts_memory, start, end, b,
                 mbarrier.wait(full.index(stage), (step // c.stages) & 1)
                 x = warpgroup_mma(k_tiles.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                 x = warpgroup_mma_wait(0, deps=[x])
-                y = scores(pipe.add_pairs(x), factor, c)
+                y = in_powers_of_two(pipe.add_pairs(x), gl.expand_dims(factor, 0), c)
                 seen = gl.expand_dims(position, 1) < limit
                 if c.window > 0:
                     seen = seen & (gl.expand_dims(position, 1) >= limit - c.window)
@@ -279,13 +279,16 @@ def consume(batch, schedule, query, output, parts_memory, start, end, b,
                 merge_if_last(item, parts, first_program, within, batch, schedule, output, parts_memory, c)
         t += n
         b += ends.to(gl.int32)
+    gdc_wait()  # also where there was no work: the kernel after this one relies on it
+    if more:
+        write_rows_without_units(query, pools, batch, schedule, output, c)
 
 
 # ---- the kernel
 
 
 @gluon.jit
-def decode_kernel(k_desc, v_desc, batch, schedule, query, output, parts_memory, c: gl.constexpr):
+def decode_kernel(k_desc, v_desc, pools, batch, schedule, query, output, parts_memory, c: gl.constexpr):
     """One launch: attention of the decode sequences of a batch, merged."""
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
@@ -302,17 +305,16 @@ def decode_kernel(k_desc, v_desc, batch, schedule, query, output, parts_memory, 
     exchange = gl.allocate_shared_memory(gl.float32, [4, c.columns], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
     full, empty = pipe.make_ring(STAGES)
     fence_async_shared()
-    gdc_wait()
-    gdc_launch_dependents()
     program = gl.program_id(0)
-    b = gl.load(schedule.memory + schedule.batch + 1 + program)
-    start = gl.load(starts_at(schedule) + program)
-    end = gl.load(starts_at(schedule) + program + 1)
+    b = gl.load(schedule.memory + schedule.batch + 1 + program, cache_modifier=".cg")
+    start = gl.load(starts_at(schedule) + program, cache_modifier=".cg")
+    end = gl.load(starts_at(schedule) + program + 1, cache_modifier=".cg")
+    more = rows_without_units(batch, schedule, c)
     gl.warp_specialize(
         [
-            (consume, (batch, schedule, query, output, parts_memory, start, end, b,
+            (consume, (batch, schedule, query, pools, output, parts_memory, start, end, b, more,
                        k_tiles, v_tiles, q_smem, p_smem, exchange, full, empty, c)),
-            (produce, (k_desc, v_desc, batch, schedule, output, start, end, b, k_pages, v_pages, full, empty, c)),
+            (produce, (k_desc, v_desc, batch, schedule, start, end, b, k_pages, v_pages, full, empty, c)),
         ],
         [1],
         [PRODUCER_REGISTERS],
@@ -357,6 +359,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
     return {
         "k_desc": k_desc,
         "v_desc": v_desc,
+        "pools": _pools(cache),
         "batch": Batch(call.seq_lens, table, call.query_starts, table.stride(0), capacity, num_pages, rows),
         "schedule": schedule_of(spec, device, batch, call.max_query_len, memory),
         "query": Query(
@@ -383,6 +386,13 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
 def _per_head(scale: torch.Tensor | None) -> int:
     """Stride of a scale over heads."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+def _pools(cache: CacheBytes) -> Pools:
+    """Memory of the cache, for what is read without TMA."""
+    s, fp8 = cache.strides, torch.float8_e4m3fn
+    k, v = cache.k_pool[s.k_offset :].view(fp8), cache.v_pool[s.v_offset :].view(fp8)
+    return Pools(k, s.k_page, s.k_head, v, s.v_page, s.v_head, s.v_slot)
 
 
 def descriptors(spec: AttentionSpec, cache: CacheBytes, c: Constants) -> tuple[TensorDescriptor, TensorDescriptor]:

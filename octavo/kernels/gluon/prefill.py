@@ -115,9 +115,12 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
         blocks = get(ints, count, BLOCKS)
 
 
-@gluon.jit
-def prefill_kernel(q_desc, k_desc, v_desc, batch, schedule, scales, output, memory, c: gl.constexpr):
+# What changes from step to step is no reason to compile again.
+@gluon.jit(do_not_specialize=["table_row", "num_pages", "rows", "size"])
+def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, num_pages, rows, size,
+                   schedule, scales, output, memory, c: gl.constexpr):  # fmt: skip
     """One launch: attention of the prefill sequences of a batch, merged."""
+    batch = Batch(query_starts, page_table, table_row, num_pages, rows, size)
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
     DIM: gl.constexpr = c.dim
@@ -206,7 +209,12 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
         "q_desc": query_descriptor(call.q, c),
         "k_desc": k_desc,
         "v_desc": v_desc,
-        "batch": Batch(call.query_starts, table, table.stride(0), cache.strides.num_pages, rows, sequences),
+        "query_starts": call.query_starts,
+        "page_table": table,
+        "table_row": table.stride(0),
+        "num_pages": cache.strides.num_pages,
+        "rows": rows,
+        "size": sequences,
         "schedule": schedule_of(spec, device, memory),
         "scales": Scales(call.q_scale, _per_head(call.q_scale), cache.k_scale, _per_head(cache.k_scale)),
         "output": Output(

@@ -76,6 +76,11 @@ class Constants(CompileTime):
         return 2 if self.dim <= 128 else 1
 
     @property
+    def fresh(self) -> bool:
+        """Whether each block's P V has an accumulator of its own: as registers allow."""
+        return self.exact or self.dim <= 128
+
+    @property
     def stage_bits(self) -> int:
         """log2 of the stages of a ring."""
         return self.stages.bit_length() - 1
