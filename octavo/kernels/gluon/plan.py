@@ -349,9 +349,8 @@ def launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the arguments of the launch for a step of at most `capacity` tokens a sequence."""
     gpu = seq_lens.device.type != "cpu"  # the interpreter knows no dependent launch
-    programs = (
-        1 if gpu else 16
-    )  # of decode, whose start one program of the plan finds: few programs are soon interpreted
+    # of decode, whose start one program of the plan finds: few programs are soon interpreted
+    programs = 1 if gpu else 16
     sequences = min(_SEQUENCES, max(32, triton.next_power_of_2(schedule.batch)))
     return (triton.cdiv(schedule.programs + 1, programs),), {
         "seq_lens": seq_lens,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...calls import AppendCall, CacheBytes
 from ...device import FP8_DOT, Device, device_of
@@ -33,7 +33,7 @@ from ...spec import AttentionSpec
 from ..constants import CompileTime
 from ._aot import example_strides
 
-# Where a kernel may be launched while the one before it ends and wait for its end itself (PTX, griddepcontrol).
+# Where a kernel may be launched while the one before it ends (PTX, griddepcontrol).
 DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
@@ -42,20 +42,20 @@ class Constants(CompileTime):
     """Compile-time constants of the kernel: one `tl.constexpr` argument.
 
     Attributes:
-        rows, block: rows and elements of a program. num_warps, max_registers: Triton's launch options.
+        rows, block: rows and elements of a program. num_warps: Triton's launch option.
         heads: KV heads. dim, dim_v: elements of a head; dim_v is 0 where only K is written (MLA).
         few: programs of the smaller tile. page_size, leaf: of the cache.
         kv: dtype of the cache, octavo's name.
         scales, scales_v: tensor, head, token_head, or none.
         hardware_cast: the compiler converts fp32 to FP8 for this device.
         interpreted: under Triton's interpreter, where tl.fma rounds twice.
-        dependent_launch: launched while the kernel before it ends, for whose end it waits.
+        dependents_early: lets a kernel after it that waits for its end be launched at once. It is not launched early
+            itself: after a kernel that fills the SMs its programs would start where that ends first, many on few SMs.
     """
 
     rows: int
     block: int
     num_warps: int
-    max_registers: int | None
     heads: int
     dim: int
     dim_v: int
@@ -67,7 +67,7 @@ class Constants(CompileTime):
     scales_v: str
     hardware_cast: bool
     interpreted: bool
-    dependent_launch: bool
+    dependents_early: bool
 
     @property
     def blocks(self) -> int:
@@ -129,25 +129,24 @@ def launch(call: AppendCall, device: Device) -> tuple[dict[str, Any], int]:
         "capacity": strides.num_pages * call.spec.page_size,
         "c": c,
         "num_warps": c.num_warps,
-        "maxnreg": c.max_registers,
-        **({"launch_pdl": True} if c.dependent_launch else {}),
     }
     return arguments, triton.cdiv(rows, c.rows) * c.heads * (c.blocks + c.blocks_v)
 
 
 def tile_of(spec: AttentionSpec, rows: int, device: Device) -> tuple[int, int, int]:
-    """(rows, elements, warps) of a program: 32 x 128 and 4 warps; 16 x 32 and one warp where those would be few.
+    """(rows, elements, warps) of a program: 32 x 128 and 4 warps; where those would be few 16 x 32 and one warp, or 4
+    in the leaf layout, whose single bytes more warps store sooner.
 
-    32 elements a thread in the one, 16 in the other: 64 a thread leaves too few warps to hide the memory's latency, and
-    fewer pay more index arithmetic each. In the leaf layout the rows are at least 16, a group of token columns, and
-    divide the page, so that an aligned tile lies in one page. With token_head scales a program sees whole heads.
+    32 elements a thread in the one, 16 or 4 in the other: 64 a thread leaves too few warps to hide the memory's
+    latency. In the leaf layout the rows are at least 16, a group of token columns, and divide the page, so that an
+    aligned tile lies in one page. With token_head scales a program sees whole heads.
     """
     dims = (spec.head_dim,) if spec.mla else (spec.head_dim, spec.value_dim)
     whole = triton.next_power_of_2(max(dims))
     split = spec.scale_granularity != "token_head" or not spec.fp8
     if _few(spec, rows, device):
         block = 32 if split and not any(dim % 32 for dim in dims) else whole
-        return 16, block, max(1, min(8, 16 * block // 512))
+        return 16, block, max(1, min(8, 16 * block // (128 if spec.layout == "leaf" else 512)))
     block = whole if not split or any(dim % 64 for dim in dims) else 64 if any(dim % 128 for dim in dims) else 128
     tile = min(32, max(16 if spec.layout == "leaf" else 1, 8192 // block))
     return tile, block, max(1, min(8, tile * block // 1024))
@@ -166,8 +165,6 @@ def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v
         rows=tile,
         block=block,
         num_warps=warps,
-        # Left to itself, ptxas spills a few bytes of the leaf layout's three branches, but not on sm_90.
-        max_registers=255 if few and spec.layout == "leaf" and device.arch != "sm_90" else None,
         heads=spec.num_kv_heads,
         dim=spec.head_dim,
         dim_v=0 if spec.mla else spec.value_dim,
@@ -179,7 +176,7 @@ def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v
         scales_v=spec.scale_granularity if spec.fp8 and v_scaled else "none",
         hardware_cast=device.arch in FP8_DOT and not interpreted,
         interpreted=interpreted,
-        dependent_launch=device.arch in DEPENDENT_LAUNCH and not interpreted,
+        dependents_early=device.arch in DEPENDENT_LAUNCH and not interpreted,
     )
 
 
@@ -231,8 +228,7 @@ def _example(spec: AttentionSpec, rows: int, dtype: torch.dtype, pages: int = 2)
 @triton.jit(do_not_specialize=["rows", "capacity"])
 def _append(k, v, slots, slots_stride, counters, rows, capacity, c: tl.constexpr):
     """Rows [tile * c.rows, + c.rows) and c.block elements of one head of K or V; k and v are `Side`s, c `Constants`."""
-    if c.dependent_launch:
-        gdc_wait()
+    if c.dependents_early:
         gdc_launch_dependents()
     program = tl.program_id(0)
     head = program % c.heads  # fastest: programs that run together read whole rows of the input
