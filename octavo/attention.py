@@ -95,6 +95,9 @@ class Attention:
     ) -> None:
         """Set the batch that the next runs are for; copies nothing to the host, keeps references to the three tensors.
 
+        From plan to the end of the step's last run nothing may write to them, on this stream or another: Hopper's
+        decode reads them before the kernel before it has ended.
+
         seq_lens int32 [B]: tokens in the cache, the new ones included; 0 or less is padding.
         page_table int32 [>= B, max pages]: page ids; what lies beyond a sequence's pages may be anything.
         query_starts int32 [B + 1]: first query row of each sequence, then the end; decode sequences come first.

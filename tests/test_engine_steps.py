@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +115,8 @@ def test_records_of_sides(tmp_path, module):
     assert {(r.case.split("/")[1], r.us) for r in timed} == {("decode", 5000.0), ("prefill", 100000.0)}
     assert {r.op for r in records} == {"step"} and {r.spec["layout"] for r in timed} == {"leaf"}
     assert any(r.error == "no memory" for r in records)
+    engine = module.__name__.rpartition("in_")[2]  # a side's name tells its cache: a report keeps one record a name
+    assert {r.backend for r in records} == {f"{engine}-{fp8}", f"{engine}-triton:auto"}
 
 
 def test_a_side_of_text_may_change_several_things():
@@ -134,3 +138,119 @@ def test_a_shape_whose_batch_is_never_whole_is_refused(tmp_path, capsys):
     assert "16x32768x48: its prompts take 65 steps" in capsys.readouterr().err
     for batch, tokens, more in [*map(in_vllm.shape_of, in_vllm.SHAPES), *steps.SHAPES]:
         assert batch * tokens // in_vllm.STEP_TOKENS + 1 < more
+
+
+def sglang_side(tmp_path: Path, side: str, *more: str, what: str = "text", work: str = "work") -> Any:
+    """The arguments that a side's own process parses."""
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_sglang, "drive", asked.append)
+        in_sglang.main([what, "--model", "smol", "--out", str(tmp_path / "out.json"), *more])
+    (arguments,) = asked
+    arguments.side, arguments.work = side, tmp_path / work
+    arguments.work.mkdir(exist_ok=True)
+    return arguments
+
+
+def test_engines_that_run_at_once_have_ports_of_their_own(tmp_path):
+    def taken(what: str, work: str) -> set[int]:
+        sides_there = in_sglang.TEXT_SIDES if what == "text" else in_sglang.SPEED_SIDES
+        pairs = [in_sglang.ports(sglang_side(tmp_path, side, what=what, work=work)) for side in sides_there]
+        assert len({port for pair in pairs for port in pair}) == 2 * len(sides_there)
+        return {port for pair in pairs for port in pair}
+
+    for work in ("a", "b", "c"):  # whatever a work folder's name: text and throughput may even share it
+        assert not taken("text", work) & taken("throughput", "a")
+    works = [taken("throughput", f"work{i}") for i in range(20)]
+    assert len({min(ports) for ports in works}) > 15
+    assert all(in_sglang.FIRST_PORT <= port < in_sglang.END_PORT for ports in works for port in ports)
+
+
+def test_more_sides_than_a_driver_has_ports_for_are_refused(tmp_path, capsys):
+    many = [f"triton:auto{i}" for i in range(17)]
+    with pytest.raises(SystemExit):
+        in_sglang.main(["throughput", "--out", str(tmp_path / "r.jsonl"), "--sides", *many])
+    assert "--sides must be 16 at most, 17 came" in capsys.readouterr().err
+
+
+class StandInEngine:
+    """Scores every token with a probability of 1/4 and answers [7, 8]; or fails to answer."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.asked: list[str] = []
+
+    def generate(self, **asked: Any) -> list[dict[str, Any]]:
+        self.asked.append("windows" if "input_ids" in asked else "chats")
+        if "prompt" in asked:
+            if self.fails:
+                raise RuntimeError("the engine is gone")
+            return [{"text": "yes", "output_ids": [7, 8]} for _ in asked["prompt"]]
+        entries = [(math.log(0.25), token, None) for token in range(in_sglang.WINDOW)]
+        return [{"meta_info": {"input_token_logprobs": entries}} for _ in asked["input_ids"]]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """What sides of text run with here, and the engine options that they asked for."""
+    transformers = pytest.importorskip("transformers")
+
+    class Tokenizer:
+        def __call__(self, text: str, **_: Any) -> Any:
+            return SimpleNamespace(input_ids=list(range(60000)))
+
+        def apply_chat_template(self, chat: Any, **_: Any) -> str:
+            return str(chat)
+
+    made = SimpleNamespace(engine=StandInEngine(), options={})
+
+    def make_engine(arguments: Any, **options: Any) -> StandInEngine:
+        made.options = options
+        return made.engine
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: Tokenizer())
+    monkeypatch.setattr(in_sglang, "make_engine", make_engine)
+    return made
+
+
+def test_perplexity_comes_first_and_stays_where_answers_do_not_come(tmp_path, stand_in):
+    arguments = sglang_side(tmp_path, "octavo:fp8_e4m3")
+    found = in_sglang.write_text(arguments)
+    assert stand_in.engine.asked == ["windows", "chats", "chats"]
+    assert found["perplexity"] == pytest.approx(4) and found["scored_tokens"] == 8 * 1023
+    assert found["again"] and found["tokens"] == [[7, 8]] * len(sides.PROMPTS)
+    assert "cuda_graph_bs_prefill" not in stand_in.options
+
+    stand_in.engine = StandInEngine(fails=True)
+    arguments = sglang_side(tmp_path, "fa3:fp8_e4m3")
+    with pytest.raises(RuntimeError):
+        sides.leave(arguments.work, arguments.side, lambda: in_sglang.write_text(arguments))
+    left = sides.result(arguments.work, arguments.side)
+    assert left["perplexity"] == pytest.approx(4) and "error" not in left and "tokens" not in left
+    assert "the engine is gone" in left["unfinished"]
+    assert "no result" in sides.result(arguments.work, "triton:auto")["error"]
+
+
+def test_the_reference_writes_no_answers_and_no_graph_is_captured_for_it(tmp_path, stand_in):
+    found = in_sglang.write_text(sglang_side(tmp_path, "reference:fp8_e4m3"))
+    assert stand_in.engine.asked == ["windows"] and found.keys() == {"perplexity", "scored_tokens"}
+    assert not [name for name in stand_in.options if name.startswith("cuda_graph")]
+    found = in_sglang.write_text(sglang_side(tmp_path, "octavo:fp8_e4m3", "--perplexity"))
+    assert stand_in.engine.asked == ["windows"] * 2 and found.keys() == {"perplexity", "scored_tokens"}
+    assert stand_in.options["cuda_graph_bs_prefill"] == [stand_in.options["chunked_prefill_size"]]
+
+
+def test_a_table_of_sides_of_which_some_wrote_no_answers(capsys):
+    whole = {"perplexity": 13.9, "tokens": [[1, 2, 3]], "again": True, "text": ["one two three"]}
+    found = {
+        "reference:fp8_e4m3": {"perplexity": 14.05},
+        "triton:auto": whole,
+        "octavo:auto": {**whole, "tokens": [[1, 2, 4]], "perplexity": 14.0},
+        "fa3:auto": {"perplexity": 14.1, "unfinished": "the engine is gone"},
+        "triton:fp8_e4m3": {"error": "no memory"},
+    }
+    in_sglang.print_text(found)
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["reference:fp8_e4m3"].split()[1:] == ["14.0500"]
+    assert "3/3" in lines["triton:auto"] and "2/3" in lines["octavo:auto"]
+    assert "14.1000 the engine is gone" in lines["fa3:auto"] and "no memory" in lines["triton:fp8_e4m3"]

@@ -4,9 +4,10 @@
     python -m octavo.bench.engines.in_sglang throughput --out benchmarks/results/h200/sglang.jsonl
 
 A side is BACKEND:CACHE, "octavo:fp8_e4m3"; each is a process of its own with an engine of its own. The side "reference"
-is octavo's reference over the same bytes as octavo: exact attention, without graphs. Throughput is of Llama-3.1-8B's
-shapes with dummy weights: every side of a group is set up first, then they are measured one after the other, so that
-one alone has the GPU. SGLang has to be importable (--site adds a folder); octavo need not be installed.
+is octavo's reference over the same bytes as octavo: exact attention, without graphs, and so slow that it has its
+perplexity measured and writes no answers. Throughput is of Llama-3.1-8B's shapes with dummy weights: every side of a
+group is set up first, then they are measured one after the other, so that one alone has the GPU. SGLang has to be
+importable (--site adds a folder); octavo need not be installed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import zlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from . import sides as running
@@ -53,6 +55,9 @@ LOCAL = {
     "no_proxy": "*",
 }
 WINDOWS, WINDOW = 8, 1024  # of the perplexity text
+CHUNK = 512  # of a prompt that text sides read: a window is cut in two
+FIRST_PORT, END_PORT = 12000, 32000  # below what Linux gives to outgoing connections
+MOST_SIDES = 16  # of a driver, with two ports each
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--input", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=128, help="tokens generated for each")
     parser.add_argument("--together", type=int, default=3, help="engines that the GPU's memory holds at once")
+    parser.add_argument("--perplexity", action="store_true", help="of text: no answers, the perplexity alone")
     arguments = running.parse(parser, argv)
+    if len(sides_of(arguments)) > MOST_SIDES:
+        parser.error(f"--sides must be {MOST_SIDES} at most, {len(sides_of(arguments))} came")
     if arguments.side:
         measure = write_text if arguments.what == "text" else measure_speed
         running.leave(
@@ -76,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def drive(arguments: argparse.Namespace) -> None:
     """Run the sides in groups, print the table and write what was found."""
-    sides = arguments.sides or (TEXT_SIDES if arguments.what == "text" else SPEED_SIDES)
+    sides = sides_of(arguments)
     deadline = time.monotonic() + arguments.budget
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -91,6 +99,11 @@ def drive(arguments: argparse.Namespace) -> None:
     else:
         write_records(found, arguments)
         print_speed(found)
+
+
+def sides_of(arguments: argparse.Namespace) -> Sequence[str]:
+    """The sides that were asked for, or those of the comparison."""
+    return arguments.sides or (TEXT_SIDES if arguments.what == "text" else SPEED_SIDES)
 
 
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
@@ -112,13 +125,16 @@ def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Po
 
 def print_text(found: dict[str, dict[str, Any]]) -> None:
     """Perplexity, and how many greedy tokens are the first side's before the first difference."""
-    first = next(iter(found.values()))
+    first = next((r for r in found.values() if "tokens" in r), {})
     print(f"{'side':24} {'perplexity':>11} {'same tokens':>12} {'cached = not':>13}  first answer")
     for side, r in found.items():
         if "error" in r:
             print(f"{side:24} {r['error']}")
             continue
-        pairs = list(zip(r["tokens"], first.get("tokens", r["tokens"]), strict=True))
+        if "tokens" not in r:
+            print(f"{side:24} {r['perplexity']:11.4f} {r.get('unfinished', '')}")
+            continue
+        pairs = list(zip(r["tokens"], first["tokens"], strict=True))
         same = sum(next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x)) for x, y in pairs)
         total = sum(len(x) for x, _ in pairs)
         print(f"{side:24} {r['perplexity']:11.4f} {f'{same}/{total}':>12} {r['again']!s:>13}  {r['text'][0][:50]!r}")
@@ -157,7 +173,7 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
                 "layout": "leaf" if backend.startswith("octavo") and cache != "auto" else "nhd",
                 "output_tokens": arguments.output,
             }
-            fields = {"backend": f"sglang-{backend}", "run": run, "spec": spec, "env": env}
+            fields = {"backend": f"sglang-{side}", "run": run, "spec": spec, "env": env}
             for case, name in ((f"step/decode/{shape}", "step_ms"), (f"step/prefill/{shape}", "prefill_ms")):
                 if "error" in r:
                     file.write(Record(case=case, op="step", error=r["error"], **fields))
@@ -176,7 +192,7 @@ def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
 
     backend, cache = arguments.side.split(":")
     known = {field.name for field in fields_of(ServerArgs)}
-    port = 21000 + 200 * (zlib.crc32(arguments.side.encode()) % 200)  # sides run at once
+    port, nccl_port = ports(arguments)
     asked = {
         "attention_backend": "octavo" if backend in ("reference", "octavo-triton") else backend,
         "kv_cache_dtype": cache,
@@ -190,7 +206,7 @@ def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
         "mm_feature_transport": "cpu",
         "host": "127.0.0.1",
         "port": port,
-        "nccl_port": port + 77,
+        "nccl_port": nccl_port,
         **more,
     }
     if backend == "reference":  # it reads lengths on the host
@@ -198,6 +214,18 @@ def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
     for name in asked.keys() - known:
         print(f"left out: {name}, which this release does not have", flush=True)
     return sglang.Engine(**{name: value for name, value in asked.items() if name in known})
+
+
+def ports(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The side's port and its NCCL's: of no other side of its driver, nor of text and throughput that run at once.
+
+    Drivers of one kind have work folders of their own, and so other ports but for chance.
+    """
+    each = 2 * MOST_SIDES
+    pairs_of_drivers = (END_PORT - FIRST_PORT) // (2 * each)  # one of text and one of throughput
+    driver = 2 * (zlib.crc32(str(arguments.work).encode()) % pairs_of_drivers) + (arguments.what == "text")
+    port = FIRST_PORT + each * driver + 2 * list(sides_of(arguments)).index(arguments.side)
+    return port, port + 1
 
 
 def fields_of(record: Any) -> Any:
@@ -210,12 +238,16 @@ def fields_of(record: Any) -> Any:
 
 
 def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Greedy answers, the same from cached prefixes, and perplexity over a text that Python brings."""
-    from pydoc_data.topics import topics
+    """Perplexity over a text that Python brings, then greedy answers, and the same from cached prefixes.
 
+    The perplexity is left for the driver as soon as it is known. The side "reference" writes no answers: it attends
+    sequence by sequence, a step takes it a tenth of a second and more, and they would take it minutes.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    graphless = arguments.side.startswith("reference:")
+    alone = arguments.perplexity or graphless
     engine = make_engine(
         arguments,
         model_path=str(arguments.model),
@@ -223,24 +255,39 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
         max_running_requests=16,
         max_total_tokens=65536,
         mem_fraction_static=0.25,
-        chunked_prefill_size=512,  # a window is cut in two
+        chunked_prefill_size=CHUNK,
+        # Graphs of no other size are replayed where nothing but the windows is read.
+        **({"cuda_graph_bs_prefill": [CHUNK], "cuda_graph_bs_decode": [1]} if alone and not graphless else {}),
     )
-    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    chats = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
-    greedy = {"temperature": 0.0, "max_new_tokens": 64}
-    answers, again = (engine.generate(prompt=chats, sampling_params=greedy) for _ in range(2))
+    found = perplexity(engine, tokenizer)
+    if not alone:
+        running.leave_part(arguments.work, arguments.side, found)
+        found |= answers(engine, tokenizer)
+    return found
+
+
+def perplexity(engine: Any, tokenizer: Any) -> dict[str, Any]:
+    """Over windows of a text that Python brings, each token but the first of a window scored."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text, add_special_tokens=False).input_ids
     windows = [ids[5000 * i : 5000 * i + WINDOW] for i in range(WINDOWS)]
     one = {"temperature": 0.0, "max_new_tokens": 1}
     scored = engine.generate(input_ids=windows, sampling_params=one, return_logprob=True, logprob_start_len=0)
     lost = [-entry[0] for s in scored for entry in s["meta_info"]["input_token_logprobs"][1:]]
+    return {"perplexity": math.exp(sum(lost) / len(lost)), "scored_tokens": len(lost)}
+
+
+def answers(engine: Any, tokenizer: Any) -> dict[str, Any]:
+    """Greedy answers, and whether they are the same once more, from cached prefixes."""
+    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    chats = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
+    greedy = {"temperature": 0.0, "max_new_tokens": 64}
+    first, again = (engine.generate(prompt=chats, sampling_params=greedy) for _ in range(2))
+    tokens = [a["output_ids"] for a in first]
     return {
-        "text": [a["text"] for a in answers],
-        "tokens": [a["output_ids"] for a in answers],
-        "again": [a["output_ids"] for a in answers] == [a["output_ids"] for a in again],
-        "perplexity": math.exp(sum(lost) / len(lost)),
-        "scored_tokens": len(lost),
+        "text": [a["text"] for a in first],
+        "tokens": tokens,
+        "again": tokens == [a["output_ids"] for a in again],
     }
 
 

@@ -388,7 +388,7 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
                     **{"page_size": 64 if ours else 16, "layout": ("leaf" if fp8 else "hnd") if ours else "nhd"},
                     **{"kv_dtype": "fp8_e4m3" if fp8 else "bfloat16", "output_tokens": more},
                 }
-                fields = {"op": "step", "backend": f"vllm-{backend}", "run": run, "spec": spec, "env": env}
+                fields = {"op": "step", "backend": f"vllm-{side}", "run": run, "spec": spec, "env": env}
                 case = f"llama-3.1-8b/tp{arguments.tensor_parallel_size}/b{batch}/ctx{tokens}"
                 if "error" in r:
                     file.write(Record(case=f"step/decode/{case}", error=r["error"], **fields))

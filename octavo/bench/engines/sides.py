@@ -91,7 +91,7 @@ def write_json(found: dict[str, Any], out: Path) -> None:
 
 
 def path(work: Path, side: str, kind: str) -> Path:
-    """A file of a side: log, json (its result), ready, go."""
+    """A file of a side: log, json (its result), part (what it has of it so far), ready, go."""
     return work / f"{side.replace(':', '-')}.{kind}"
 
 
@@ -171,12 +171,22 @@ def leave(work: Path, side: str, measure: Callable[[], dict[str, Any]]) -> None:
     os._exit(0)
 
 
+def leave_part(work: Path, side: str, found: dict[str, Any]) -> None:
+    """Of a side: leave what it has so far, which stays its result if it comes to no end."""
+    report.write(path(work, side, "part"), json.dumps(found))
+
+
 def result(work: Path, side: str) -> dict[str, Any]:
-    """What a side found, or why it did not: its error and the telling lines of its log."""
+    """What a side found, or why it did not: its error and the telling lines of its log.
+
+    Of a side that left a part and came to no end: the part, and as "unfinished" why it is no more.
+    """
     found = json.loads(path(work, side, "json").read_text()) if path(work, side, "json").exists() else {}
     if found and "error" not in found:
         return found
     log = path(work, side, "log")
     lines = log.read_text(errors="replace").splitlines() if log.exists() else ["it was not started"]
     causes = [line for line in lines if "Error" in line or "needs " in line]
-    return {"error": " | ".join([found.get("error", "no result"), *causes[:4], *lines[-2:]])[:1500]}
+    why = " | ".join([found.get("error", "no result"), *causes[:4], *lines[-2:]])[:1500]
+    part = path(work, side, "part")
+    return {**json.loads(part.read_text()), "unfinished": why} if part.exists() else {"error": why}
