@@ -53,7 +53,7 @@ test-lowest:
 	$(PYTHON) tools/lowest.py > .venv-lowest/constraints.txt
 	.venv-lowest/bin/python -m pip install -qq -c .venv-lowest/constraints.txt torch triton
 	.venv-lowest/bin/python -m pip install -qq -c .venv-lowest/constraints.txt -e '.[transformers,report,serve]' \
-		httpx hypothesis openai pytest pytest-xdist
+		httpx hypothesis openai pytest pytest-xdist ruff
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n 2 -m 'not slow and not gpu' $(ARGS)
 
 check: setup
