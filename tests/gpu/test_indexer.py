@@ -234,6 +234,9 @@ TOPKS = [
     TopkCase(9, 700, 64, "ties"),
     TopkCase(2, 1_000_000, 2048, "normal", full=True),
     TopkCase(1, 40000, 8192, "wide"),
+    *(TopkCase(140, 20000, 2048, "wide", dtype) for dtype in (torch.float32, torch.bfloat16)),
+    TopkCase(64, 131072, 2048, "normal", full=True),
+    *(TopkCase(64, 8192, 2048, kind, full=True) for kind in ("normal", "ties")),
 ]
 
 
@@ -241,6 +244,40 @@ TOPKS = [
 @pytest.mark.parametrize("backend", TOPK)
 def test_topk_equals_the_reference(case, backend):
     assert compare_topk(case, kernel(backend, "topk", "topk_indices"), "cuda") == []
+
+
+@pytest.mark.parametrize("small", ["registers", "lists"])
+@pytest.mark.parametrize("rows", [5, 140])
+def test_topk_where_registers_or_lists_are_too_small(rows, small, monkeypatch):
+    """Candidates that registers do not hold are searched in the lists, and a row that lists do not hold in itself."""
+    from octavo.kernels.triton import topk
+
+    def plan(*shape):
+        c, groups = topk_plan(*shape)
+        assert (c.slices > 1) == (rows == 5)
+        return replace(c, **({"size": 1024} if small == "registers" else {"listed": 256})), groups
+
+    topk_plan = topk.plan
+    monkeypatch.setattr(topk, "plan", plan)
+    for kind in ("normal", "ties", "zeros", "wide"):
+        assert compare_topk(TopkCase(rows, 20000, 2048, kind), topk.topk_indices, "cuda") == []
+
+
+@pytest.mark.parametrize(("rows", "width"), [(64, 131072), (140, 20000), (7, 8192), (1, 1 << 20)])
+def test_topk_repeats_are_bit_equal(rows, width):
+    """Also on two streams at once, each with scratch of its own."""
+    logits = torch.randn(rows, width, device=CUDA).round(decimals=2)
+    lens = torch.full((rows,), width, dtype=torch.int32, device=CUDA)
+    want = torch.empty((rows, 2048), dtype=torch.int32, device=CUDA)
+    kernel("reference", "topk", "topk_indices")(logits, lens, want)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(10):
+        found = [octavo.topk_indices(logits, lens, 2048, backend="triton")]
+        with torch.cuda.stream(other):
+            found.append(octavo.topk_indices(logits, lens, 2048, backend="triton"))
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, want) for got in found)
 
 
 @pytest.mark.parametrize("backend", TOPK)

@@ -1,4 +1,4 @@
-"""What tests of compiled kernels share: a process that compiles, and a kernel's machine code as text."""
+"""What tests of compiled kernels share: a process that compiles, what a launch is found by, machine code as text."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ def printed(module: str) -> list[Any]:
     done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{", "["))]
+
+
+def launch_key(kernel: Any, arguments: dict[str, Any]) -> dict[str, str]:
+    """What Triton's binder finds a compiled kernel by, by argument; of constants in one argument, by field.
+
+    Inside octavo.testing.aot's `_target`, which names the device.
+    """
+    from octavo.kernels.constants import CompileTime
+
+    binder = kernel.device_caches[0][-1]
+    bound, specialisation, options = binder(**arguments, debug=False)
+    found = {"kernel": kernel.__name__, **{name: repr(value) for name, value in options.items()}}
+    for parameter, value in zip(kernel.params, specialisation, strict=True):
+        given = bound[parameter.name]
+        if isinstance(given, CompileTime):
+            found |= {f"{parameter.name}.{field}": repr(x) for field, x in given.items()}
+        else:
+            found[parameter.name] = repr(value)
+    return found
 
 
 def disassembly(cubin: bytes) -> str:

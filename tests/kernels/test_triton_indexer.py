@@ -21,7 +21,10 @@ from indexer_cases import (
     ragged_call,
 )
 
+from octavo.device import ARCHITECTURES, Device
 from octavo.kernels.triton import mqa_logits, topk
+from octavo.kernels.triton._select import registers_for
+from octavo.kernels.triton.append import DEPENDENT_LAUNCH
 from octavo.kernels.triton.index_append import index_append
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -136,35 +139,29 @@ def test_nothing_to_do_launches_nothing():
     topk.topk_indices(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32))
 
 
-def small_plan(slices, room=128, listed=64):
-    """A plan whose lists and registers hold little, so that a short row takes every path."""
+def small_plan(slices, listed, size):
+    """A plan whose lists and registers hold little, so that a short row takes every path, in several parts."""
 
     def plan(rows, width, k, device):
-        c, _ = MAKE(rows, width, k, device)
-        chunks = -(-width // (slices * 64))
-        fields = {
-            "room": room,
-            "sample": 64,
-            "slices": slices,
-            "chunk": 64,
-            "chunks": chunks,
-            "listed": listed,
-            "words": 8,
-        }
-        return replace(c, **fields, searched=64, num_warps=4, list_warps=4), rows if slices > 1 else min(rows, 3)
+        c, _ = MAKE(rows, 20000, k, device)
+        fields = {"size": size, "sample": 64, "quantiles": 32, "bins": 64, "lanes": 8, "searched": 64}
+        fields |= {"slices": slices, "parts": -(-width // (slices * 256)), "listed": listed}
+        return replace(c, **fields, num_warps=4, estimate_warps=4), rows if slices > 1 else min(rows, 2)
 
     return plan
 
 
 MAKE = topk.plan
 KINDS = ("normal", "ties", "zeros", "sorted", "infinities", "wide", "equal")
+# Slices, room of a list, and candidates in registers: with few of either the lists, or the row, are searched.
+WAYS = [(4, 64, 256), (3, 128, 64), (3, 16, 256), (1, 256, 256), (1, 256, 64)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("slices", "listed"), [(4, 64), (3, 16), (1, 128)])
-def test_topk_equals_the_reference_whichever_way_it_is_found(kind, slices, listed, monkeypatch):
-    monkeypatch.setattr(topk, "plan", small_plan(slices, listed=listed))
-    for rows, width, k, dtype in ((4, 450, 24, torch.float32), (3, 330, 20, torch.bfloat16)):
+@pytest.mark.parametrize(("slices", "listed", "size"), WAYS)
+def test_topk_equals_the_reference_whichever_way_it_is_found(kind, slices, listed, size, monkeypatch):
+    monkeypatch.setattr(topk, "plan", small_plan(slices, listed, size))
+    for rows, width, k, dtype in ((4, 1100, 24, torch.float32), (3, 900, 20, torch.bfloat16)):
         assert compare_topk(TopkCase(rows, width, k, kind, dtype), topk.topk_indices, "cpu") == []
 
 
@@ -179,17 +176,71 @@ def test_topk_as_it_is_planned(kind):
     assert compare_topk(TopkCase(2, 20000, 2048, kind, full=True), topk.topk_indices, "cpu") == []
 
 
-def test_the_estimate_usually_serves(monkeypatch):
-    """Of random rows, the candidates hold the k largest and fit: the row is read once."""
-    from octavo.device import Device
-
-    rows, width, k = 6, 4000, 64
-    plan = small_plan(4, room=512, listed=256)
-    monkeypatch.setattr(topk, "plan", lambda *a: (replace(plan(*a)[0], sample=1024), rows))
+def run_topk(rows, width, k, device="h200"):
+    """The launches' arguments, run, for random rows."""
     logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(5))
     lens = torch.full((rows,), width, dtype=torch.int32)
-    out = torch.empty((rows, k), dtype=torch.int32)
-    (kernel, programs, arguments), _ = topk.launches(logits, lens, out, Device.named("h200"))
-    kernel[(programs,)](**arguments)
-    listed = arguments["counts"][:, :4]
+    out = torch.full((rows, k), -7, dtype=torch.int32)
+    launches = topk.launches(logits, lens, out, Device.named(device))
+    for kernel, programs, arguments in launches:
+        kernel[(programs,)](**arguments)
+    return launches[-1][2]
+
+
+def test_the_estimate_usually_serves(monkeypatch):
+    """Of random rows, the candidates hold the k largest and fit: the row is read once."""
+    rows, k = 6, 64
+    plan = small_plan(4, 256, 512)
+    monkeypatch.setattr(topk, "plan", lambda *a: (replace(plan(*a)[0], sample=1024, quantiles=256), rows))
+    listed = run_topk(rows, 4000, k)["counts"]
     assert (listed.sum(1) >= k).all() and (listed.sum(1) <= 4 * k).all()
+
+
+@pytest.mark.parametrize(("listed", "size", "left"), [(256, 256, 0), (256, 64, 1), (16, 256, 2)])
+def test_what_lists_or_registers_do_not_hold_is_left_to_a_search(listed, size, left, monkeypatch):
+    monkeypatch.setattr(topk, "plan", small_plan(1, listed, size))
+    arguments = run_topk(3, 900, 24)
+    assert arguments["left"].tolist() == [left] * 3
+    assert (arguments["out"] >= 0).all()
+
+
+@pytest.mark.parametrize(("width", "k"), [(131072, 2048), (1 << 20, 2048), (32768, 512), (262144, 2048), (65536, 4096)])
+def test_registers_hold_what_the_estimate_leaves(width, k):
+    """Of random rows, by the law that the estimate goes by and three deviations of the order statistic."""
+    sample, size, warps = registers_for(width, k)
+    assert size == 8 * 32 * warps and size >= 2 * k
+    share = sample * k / width
+    least = share + 3.5 * share**0.5 + 2
+    candidates = k * least / share
+    assert candidates - k > 3 * k / share**0.5
+    assert candidates + 3 * candidates / least**0.5 <= size
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "slices", "warps", "groups"),
+    [
+        (64, 131072, 4, 16, 64),
+        (1, 131072, 8, 16, 1),
+        (256, 32768, 1, 16, 256),
+        (2048, 65536, 1, 16, 264),
+        (64, 8192, 0, 16, 64),
+        (1, 1 << 20, 16, 32, 1),
+    ],
+)
+def test_a_row_has_as_many_programs_as_run_at_once(rows, width, slices, warps, groups):
+    c, found = topk.plan(rows, width, 2048, Device.named("h200"))
+    assert (c.slices, c.num_warps, found) == (slices, warps, groups)
+    assert slices == 0 or slices * c.parts * 32 * c.lanes >= width
+    logits = torch.empty((rows, width), device="meta")
+    lens, out = torch.empty(rows, dtype=torch.int32), torch.empty((rows, 2048), dtype=torch.int32)
+    assert len(topk.launches(logits, lens, out, Device.named("h200"))) == (2 if slices else 1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_dependent_launch_is_for_those_that_have_it(arch, monkeypatch):
+    named = replace(Device.named("h200"), arch=arch)
+    assert not topk.plan(8, 131072, 2048, named)[0].dependent_launch  # interpreted
+    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    c, _ = topk.plan(9, 131072, 2048, named)
+    assert c.dependent_launch == (arch in DEPENDENT_LAUNCH)
+    assert c.registers in (0, 64) and c.num_warps == 16

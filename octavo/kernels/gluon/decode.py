@@ -51,7 +51,7 @@ from ._results import (
     sequence,
     write_rows_without_units,
 )
-from .plan import Constants, constants, plan, schedule_of, starts_at, tile_span
+from .plan import Constants, Schedule, constants, plan, schedule_of, starts_at, tile_span
 
 P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]: within e4m3, and its second term too
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -287,9 +287,13 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
 # ---- the kernel
 
 
-@gluon.jit
-def decode_kernel(k_desc, v_desc, pools, batch, schedule, query, output, parts_memory, c: gl.constexpr):
+# What changes from step to step is no reason to compile again; Triton specialises what is in a tuple whatever is asked.
+@gluon.jit(do_not_specialize=["table_row", "capacity", "num_pages", "rows", "size"])
+def decode_kernel(k_desc, v_desc, pools, seq_lens, page_table, query_starts, table_row, capacity, num_pages, rows,
+                  schedule, size, heads, programs, query, output, parts_memory, c: gl.constexpr):  # fmt: skip
     """One launch: attention of the decode sequences of a batch, merged."""
+    batch = Batch(seq_lens, page_table, query_starts, table_row, capacity, num_pages, rows)
+    schedule = Schedule(schedule, size, heads, programs)
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
     ROWS_K: gl.constexpr = gl.NVMMASharedLayout(c.panel, 8, 2)
@@ -341,7 +345,7 @@ def decode(call: AttentionCall) -> None:
         step = call.seq_lens, call.page_table, call.query_starts
         plan(call.spec, *step, schedule, call.num_decodes, call.max_query_len)
     arguments = launch(call, schedule, device)
-    decode_kernel[(arguments["schedule"].programs,)](**arguments)
+    decode_kernel[(arguments["programs"],)](**arguments)
 
 
 def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[str, Any]:
@@ -354,14 +358,24 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
     num_pages, rows = cache.strides.num_pages, call.q.shape[0]
     lse, q_row, q_head = call.lse, call.q.stride(0), call.q.stride(1)
     k_desc, v_desc = descriptors(spec, cache, c)
+    schedule = schedule_of(spec, device, batch, call.max_query_len, memory)
     tile = tuning.hopper_decode_tile(spec, c.max_rows)
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
         "k_desc": k_desc,
         "v_desc": v_desc,
         "pools": _pools(cache),
-        "batch": Batch(call.seq_lens, table, call.query_starts, table.stride(0), capacity, num_pages, rows),
-        "schedule": schedule_of(spec, device, batch, call.max_query_len, memory),
+        "seq_lens": call.seq_lens,
+        "page_table": table,
+        "query_starts": call.query_starts,
+        "table_row": table.stride(0),
+        "capacity": capacity,
+        "num_pages": num_pages,
+        "rows": rows,
+        "schedule": schedule.memory,
+        "size": schedule.batch,
+        "heads": schedule.heads,
+        "programs": schedule.programs,
         "query": Query(
             call.q, q_row, q_head, call.q_scale, _per_head(call.q_scale), cache.k_scale, _per_head(cache.k_scale)
         ),

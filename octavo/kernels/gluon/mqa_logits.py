@@ -236,9 +236,20 @@ def fetch_descriptors(k_desc, s_desc, k_boxes, s_boxes, fetched, c: gl.constexpr
     async_load(s_desc, [-1, 0], fetched.index(0), s_boxes.index(0))
 
 
-@gluon.jit
-def mqa_logits_kernel(q_desc, w_desc, k_desc, s_desc, rows, table, output, c: gl.constexpr):
-    """Logits of all rows, and the fill of what they do not see, in one launch."""
+# What changes from step to step is no reason to compile again; Triton specialises what is in a tuple whatever is asked.
+@gluon.jit(
+    do_not_specialize=["limit", "blocks", "rows", "table_row", "num_pages", "logits_row", "width", "pieces", "piece"]
+)
+def mqa_logits_kernel(q_desc, w_desc, k_desc, s_desc, first, last, stride, last_stride, limit, blocks, rows,
+                      table, table_row, table_column, num_pages,
+                      logits, logits_row, logits_column, width, fill, pieces, piece, c: gl.constexpr):  # fmt: skip
+    """Logits of all rows, and the fill of what they do not see, in one launch.
+
+    The arguments behind the descriptors are the fields of Rows, Table and Output.
+    """
+    rows = Rows(first, last, stride, last_stride, limit, blocks, rows)
+    table = Table(table, table_row, table_column, num_pages)
+    output = Output(logits, logits_row, logits_column, width, fill, pieces, piece)
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
     QUERY_STAGES: gl.constexpr = c.query_stages
@@ -314,7 +325,7 @@ def launch_paged(call: PagedLogitsCall, device: Device) -> dict[str, Any]:
     k_desc, s_desc = page_descriptors(cache, c)
     rows = Rows(lens, None, lens.stride(0), lens.stride(1) if length_a_row else 0, limit, blocks, batch * n)
     rest = _rest(call, c, rows, call.max_context, device.num_sms * tile.programs_per_sm)
-    return {"k_desc": k_desc, "s_desc": s_desc, "table": Table(table, *table.stride(), cache.num_pages), **rest}
+    return {**rest, "k_desc": k_desc, "s_desc": s_desc, **_table(Table(table, *table.stride(), cache.num_pages))}
 
 
 def launch(call: LogitsCall, device: Device) -> dict[str, Any]:
@@ -330,7 +341,17 @@ def launch(call: LogitsCall, device: Device) -> dict[str, Any]:
     s_desc = TensorDescriptor(k_scale, [1, keys], [-(-keys // 4) * 4, 1], [1, c.box], gl.NVMMASharedLayout(0, 32, 2))
     rows = Rows(call.starts, call.ends, call.starts.stride(0), call.ends.stride(0), keys, blocks, count)
     rest = _rest(call, c, rows, call.out.shape[1], device.num_sms * tile.programs_per_sm)
-    return {"k_desc": k_desc, "s_desc": s_desc, "table": None, **rest}
+    return {**rest, "k_desc": k_desc, "s_desc": s_desc, **_table(Table(None, 0, 0, 0))}
+
+
+def _table(table: Table) -> dict[str, Any]:
+    """A table as arguments of the kernel."""
+    return {
+        "table": table.ids,
+        "table_row": table.row,
+        "table_column": table.column,
+        "num_pages": table.num_pages,
+    }
 
 
 @lru_cache(maxsize=1024)
@@ -381,8 +402,14 @@ def _rest(call: PagedLogitsCall | LogitsCall, c: Constants, rows: Rows, width: i
     return {
         "q_desc": TensorDescriptor.from_tensor(q, [c.columns, c.dim], gl.NVMMASharedLayout(c.dim, 8, 2)),
         "w_desc": TensorDescriptor.from_tensor(weights, [c.weight_rows, c.heads], flat),
-        "rows": rows,
-        "output": Output(out, *out.stride(), width, float(call.fill or 0.0), pieces, -(-width // pieces)),
+        **rows._asdict(),
+        "logits": out,
+        "logits_row": out.stride(0),
+        "logits_column": out.stride(1),
+        "width": width,
+        "fill": float(call.fill or 0.0),
+        "pieces": pieces,
+        "piece": -(-width // pieces),
         "c": c,
         "programs": programs,
         "num_warps": 4,

@@ -27,8 +27,7 @@ from ...device import Device, device_of
 from ...spec import AttentionSpec
 from ..constants import CompileTime
 
-_SEQUENCES = 1024  # looked at together
-_COUNTED = tl.constexpr(1 << 36)  # what a count is in units of, above a sum of units in the same int64
+_SEQUENCES = tl.constexpr(1024)  # looked at together, at most
 
 
 @dataclass(frozen=True)
@@ -190,52 +189,58 @@ def active_programs(total, schedule):
 
 
 @triton.jit
-def _division(total, live, most, least, schedule):
-    """How `live` sequences of `least` to `most` units are divided, `total` units in all, int64: whether by items, parts
-    of an item (0: a program has whole ones), items of a program."""
+def _quotient(a, b):
+    """a // b of numbers that are not negative: fewer instructions than of those that may be."""
+    return (a.to(tl.uint32) // b.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _division(all_units, live, most, least, schedule):
+    """How the units of `live` sequences of `least` to `most`, `all_units` in all, are divided.
+
+    Whether by items; parts of an item (0: a program has whole ones); items, or units, that there are to be divided;
+    programs that take some. Firsts of units are kept in int32, so their number fits.
+    """
     items = live * schedule.heads
-    parts = schedule.programs // tl.maximum(items, 1)
+    total = all_units * schedule.heads
+    parts = _quotient(items * 0 + schedule.programs, tl.maximum(items, 1))
     each = (items + (schedule.programs - 1)) // schedule.programs
     cut = tl.maximum(parts, 1)
-    largest = tl.where(parts > 0, (most + (cut - 1)) // cut, each * most).to(tl.int64)
-    small = largest * schedule.programs * 16 <= total * 17  # a sixteenth above the mean
-    return small & (least >= parts) & (items > 0), parts, tl.maximum(each, 1)
+    largest = tl.where(parts > 0, _quotient(most + (cut - 1), cut), each * most).to(tl.int64)
+    # a sixteenth above the mean
+    small = largest * (schedule.programs * 16) <= all_units.to(tl.int64) * schedule.heads * 17
+    by_items = small & (least >= parts) & (items > 0)
+    each = tl.maximum(each, 1)
+    takers = tl.where(parts > 0, items * parts, _quotient(items + (each - 1), each))
+    takers = tl.where(by_items, takers, active_programs(total, schedule))
+    return by_items, parts, tl.where(by_items, items, total), takers
 
 
 @triton.jit
-def _item_of(program, items, parts, each):
-    """The item in which a program starts where items are not cut across programs, and which of its `parts`."""
-    cut = tl.maximum(parts, 1)
-    taking = tl.maximum((items + (each - 1)) // each, 1)  # programs that take whole items
-    whole = (items.to(tl.int64) * program // taking).to(tl.int32)
-    item = tl.where(parts > 0, program // cut, whole)
-    return item, tl.where(parts > 0, program - item * cut, 0)
+def _begin_of(program, things, takers):
+    """floor(things * program / takers), at most `things`: exact in 32 bits, as takers^2 is."""
+    program = tl.minimum(program, takers)
+    each = _quotient(things, takers)
+    return each * program + _quotient((things - each * takers) * program, takers)
 
 
 @triton.jit
-def _pair(units):
-    """Units of sequences, and above them a 1 (_COUNTED) where there are some: both are added up at once."""
-    return tl.where(units > 0, units.to(tl.int64) + _COUNTED, 0)
+def _survey(seq_lens, query_starts, batch, bound, capacity, c: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Of all sequences: sum of their units, how many have some, most and least of those; what _units has of the last.
 
-
-@triton.jit
-def _both(pair):
-    """The two of a pair."""
-    return (pair % _COUNTED).to(tl.int32), (pair // _COUNTED).to(tl.int32)
-
-
-@triton.jit
-def _survey(seq_lens, query_starts, batch, capacity, c: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Of all sequences: sums (a pair), most and least units where there are some; and what _units has of the last."""
+    bound: of the sequences looked at.
+    """
     i = tl.arange(0, SEQUENCES)
     units, short = _units(seq_lens, query_starts, i, batch, capacity, c)
-    sums, most, least = tl.sum(_pair(units), 0), tl.max(units, 0), tl.min(tl.where(units > 0, units, 2**30), 0)
-    for base in range(SEQUENCES, batch, SEQUENCES):
+    total, live = tl.sum(units, 0), tl.sum((units > 0).to(tl.int32), 0)
+    most, least = tl.max(units, 0), tl.min(tl.where(units > 0, units, 2**30), 0)
+    for base in range(SEQUENCES, bound, SEQUENCES):
         units, short = _units(seq_lens, query_starts, base + i, batch, capacity, c)
-        sums += tl.sum(_pair(units), 0)
+        total += tl.sum(units, 0)
+        live += tl.sum((units > 0).to(tl.int32), 0)
         most = tl.maximum(most, tl.max(units, 0))
         least = tl.minimum(least, tl.min(tl.where(units > 0, units, 2**30), 0))
-    return sums, most, least, units, short
+    return total, live, most, least, units, short
 
 
 @triton.jit
@@ -247,12 +252,16 @@ def _clear_counters(schedule, SEQUENCES: tl.constexpr):
         tl.store(counters_at(schedule) + base + i, 0, mask=base + i < items)
 
 
-@triton.jit(do_not_specialize=["capacity"])
+# What changes from step to step is no reason to compile again; Triton specialises what is in a tuple whatever is asked.
+@triton.jit(do_not_specialize=["size", "capacity"])
 def plan_kernel(
     seq_lens,
     query_starts,
     schedule,
+    size,
     capacity,
+    heads: tl.constexpr,
+    programs: tl.constexpr,
     c: tl.constexpr,
     SEQUENCES: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -265,46 +274,49 @@ def plan_kernel(
     """
     if DEPENDENT:
         gdc_wait()
-    batch, heads = schedule.batch, schedule.heads
+    schedule = Schedule(schedule, size, heads, programs)
+    _clear_counters(schedule, SEQUENCES)
+    bound = size if SEQUENCES == _SEQUENCES else SEQUENCES  # known: no loop
     i = tl.arange(0, SEQUENCES)
-    sums, most, least, units, short = _survey(seq_lens, query_starts, batch, capacity, c, SEQUENCES)
-    all_units, live = _both(sums)
-    total = all_units.to(tl.int64) * heads
-    by_items, parts, each = _division(total, live, most, least, schedule)
+    all_units, live, most, least, units, short = _survey(seq_lens, query_starts, size, bound, capacity, c, SEQUENCES)
+    by_items, parts, things, takers = _division(all_units, live, most, least, schedule)
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    item, part = _item_of(program, live * heads, parts, each)
-    rank = item // heads  # of its sequence among those that have units
-    start = tl.minimum(total * program // active_programs(total, schedule), total).to(tl.int32)
-    shared = start // heads  # a sequence that ends at or before it, in units of one head, is over
-    over_sums = tl.zeros([PROGRAMS], tl.int64)
+    begin = _begin_of(program, things, takers)  # an item, or a unit
+    passes = begin // heads  # sequences with units that are over at it, or units of one head
+    before = tl.zeros([PROGRAMS], tl.int32)
+    passed = tl.zeros([PROGRAMS], tl.int32)
     own = tl.zeros([PROGRAMS], tl.int32)
-    running, shorts = sums * 0, live * 0
-    for base in range(0, batch, SEQUENCES):
-        there = base + i < batch
-        if batch > SEQUENCES:
-            units, short = _units(seq_lens, query_starts, base + i, batch, capacity, c)
-        end, last = _both(running + tl.cumsum(_pair(units), 0))
+    running, running_units, shorts = live * 0, live * 0, live * 0
+    for base in range(0, bound, SEQUENCES):
+        there = base + i < size
+        if SEQUENCES == _SEQUENCES:
+            units, short = _units(seq_lens, query_starts, base + i, size, capacity, c)
         if tl.program_id(0) == 0:
+            end = running_units + tl.cumsum(units, 0)
             tl.store(schedule.memory + base + i, end - units, mask=there)
-            tl.store(schedule.memory + base + i + 1, end, mask=base + i == batch - 1)
+            tl.store(schedule.memory + base + i + 1, end, mask=base + i == size - 1)
         if tl.program_id(0) == tl.num_programs(0) - 1:
             at = shorts + tl.cumsum(short.to(tl.int32), 0) - 1
             tl.store(short_at(schedule) + 1 + at, base + i, mask=short)
             shorts += tl.sum(short.to(tl.int32), 0)
-        over = tl.where(by_items, last[None, :] <= rank[:, None], end[None, :] <= shared[:, None]) & there[None, :]
-        over_sums += tl.sum(tl.where(over, (units.to(tl.int64) + _COUNTED)[None, :], 0), 1)
-        mine = (last[None, :] == rank[:, None] + 1) & (units > 0)[None, :]
+        counted = tl.where(by_items, (units > 0).to(tl.int32), units)
+        until = running + tl.cumsum(counted, 0)
+        over = (until[None, :] <= passes[:, None]) & there[None, :]
+        mine = (until[None, :] == passes[:, None] + 1) & (units > 0)[None, :]  # of whole items
+        before += tl.sum(tl.where(over, units[None, :], 0), 1)
+        passed += tl.sum(over.to(tl.int32), 1)
         own = tl.maximum(own, tl.max(tl.where(mine, units[None, :], 0), 1))
-        running += tl.sum(_pair(units), 0)
-    before, passed = _both(over_sums)
-    item_start = before * heads + (item - rank * heads) * own + part * own // tl.maximum(parts, 1)
-    start = tl.where(by_items, item_start, start)
-    tl.store(starts_at(schedule) + program, start, mask=program <= schedule.programs)
-    tl.store(schedule.memory + batch + 1 + program, passed, mask=program < schedule.programs)
+        running += tl.sum(counted, 0)
+        running_units += tl.sum(units, 0)
+    cut = tl.maximum(parts, 1)
+    part = tl.where(parts > 0, tl.minimum(program, takers) - begin * cut, 0)
+    start = before * heads + (begin - passes * heads) * own + _quotient(part * own, cut)
+    start = tl.where(by_items, start, begin)
+    tl.store(starts_at(schedule) + program, start, mask=program <= programs)
+    tl.store(schedule.memory + size + 1 + program, passed, mask=program < programs)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(parts_at(schedule), tl.where(by_items, parts, 0))
         tl.store(short_at(schedule), shorts)
-    _clear_counters(schedule, SEQUENCES)
     if DEPENDENT:
         tl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -351,12 +363,15 @@ def launch(
     gpu = seq_lens.device.type != "cpu"  # the interpreter knows no dependent launch
     # of decode, whose start one program of the plan finds: few programs are soon interpreted
     programs = 1 if gpu else 16
-    sequences = min(_SEQUENCES, max(32, triton.next_power_of_2(schedule.batch)))
+    sequences = min(_SEQUENCES.value, max(32, triton.next_power_of_2(schedule.batch)))
     return (triton.cdiv(schedule.programs + 1, programs),), {
         "seq_lens": seq_lens,
         "query_starts": query_starts,
-        "schedule": schedule,
+        "schedule": schedule.memory,
+        "size": schedule.batch,
         "capacity": capacity,
+        "heads": schedule.heads,
+        "programs": schedule.programs,
         "c": constants(spec, max_query_len, False),
         "SEQUENCES": sequences,
         "PROGRAMS": programs,

@@ -61,7 +61,7 @@ def tile_step(q, factor, limit, state, first, begin, end, head, table, memory, c
     kind_k: tl.constexpr = c.dot_k
     kind_v: tl.constexpr = c.dot_v
     acc, total, reference, peak = state
-    page, live = tile_pages(first, begin, end, table, memory, c, masked)
+    page, live = tile_pages(first, begin, end, table, c, masked)
     k = stored_to_operand(load_keys(first, begin, end, page, live, head, memory, c, masked), kind_k, c)
     s = product(q, tl.trans(k), c)  # [rows, tokens]
     plain: tl.constexpr = c.softcap is None and c.scales != "token_head"

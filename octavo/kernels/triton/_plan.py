@@ -126,7 +126,8 @@ def prefill_constants(spec: AttentionSpec, device: Device) -> Constants:
     return constants(spec, device, tuning.prefill_tile(spec, device, fp8_dot), prefill=True, fp8_dot=fp8_dot)
 
 
-BOUNDS = ["size", "capacity", "total_rows", "num_decodes", "table_row"]  # arguments that Triton must not specialise on
+# Arguments that Triton must not specialise on. It would, whatever is asked, on what is inside a tuple.
+BOUNDS = ["size", "capacity", "total_rows", "num_decodes", "table_row", "num_pages"]
 
 
 @lru_cache(maxsize=64)
@@ -160,7 +161,6 @@ class Memory(NamedTuple):
     v: Any
     k_scale: Any
     v_scale: Any
-    num_pages: int
     k_offset: int
     k_page: int
     k_head: int
@@ -193,7 +193,8 @@ def batch_of(call: AttentionCall) -> tuple[Batch, dict[str, int]]:
     table = call.page_table
     capacity = min(table.shape[1] * call.spec.page_size, 2**31 - 2**16)  # tile arithmetic past the end stays in int32
     decodes = -1 if call.num_decodes is None else call.num_decodes
-    bounds = (call.seq_lens.shape[0], capacity, call.q.shape[0], decodes, table.stride(0))
+    num_pages = call.cache.strides.num_pages
+    bounds = (call.seq_lens.shape[0], capacity, call.q.shape[0], decodes, table.stride(0), num_pages)
     return Batch(call.seq_lens, table, call.query_starts), dict(zip(BOUNDS, bounds, strict=True))
 
 
@@ -212,7 +213,7 @@ def memory_of(cache: CacheBytes) -> Memory:
         cache.v_pool,
         k_scale,
         v_scale,
-        *cache.strides,
+        *cache.strides[1:],
         () if k_scale is None else k_scale.stride(),
         () if v_scale is None else v_scale.stride(),
     )

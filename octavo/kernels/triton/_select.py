@@ -1,8 +1,9 @@
-"""What top-k's kernels share: how a row is cut, fp32 in the order of integers, and the search for a threshold."""
+"""What top-k's kernels share: how a row is cut, fp32 in the order of integers, and the estimate of a threshold."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import triton
@@ -10,10 +11,15 @@ import triton.language as tl
 
 from ...device import Device
 from ..constants import CompileTime
+from .append import DEPENDENT_LAUNCH
 
 NOTHING = tl.constexpr(-(2**31))  # the key of NaN and of what is not there, below that of -inf
-LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
 INFINITE = tl.constexpr(0x7F800000)  # the key of inf
+HUGE = tl.constexpr(1e38)  # beyond it numbers are not told apart by bins
+BLOCK = tl.constexpr(8)  # neighbours that a sample takes together: a sector of memory
+# Where ptxas needs 64 registers a thread, two programs of 16 warps an SM; for others it spills, or takes more.
+TWO_PROGRAMS = ("sm_80", "sm_86", "sm_89", "sm_90")
+DEVIATIONS = tl.constexpr(3.5)  # of a sample's share, between it and what is estimated
 
 
 @dataclass(frozen=True)
@@ -22,64 +28,101 @@ class Constants(CompileTime):
 
     Attributes:
         k: how many are chosen; k_padded: the power of two above.
-        room: candidates of a row that registers hold; half of it is tried first.
-        sample: elements of the estimate.
-        slices: programs of a row that list candidates. chunk, chunks: elements that one looks at together, and how
-            often. words: of 32 elements' bits, taken apart together, one a thread. listed: room of its list.
-        searched: elements looked at together where the row itself is searched.
-        num_warps, list_warps: Triton's launch option, of what chooses and of what lists.
+        size: candidates of a row, or elements of a short one, that registers hold.
+        sample: elements of the estimate. quantiles: bins that it counts them in.
+        bins: what candidates are counted in, to find the k-th.
+        slices: programs of a row that list candidates. lanes: threads of one, each of 32 elements at a time; parts: how
+            often. listed: room of its list.
+        searched: elements looked at together where a row or its lists are searched.
+        num_warps, estimate_warps: Triton's launch option, of what lists and chooses and of what estimates.
+        registers: of a thread of what lists; 0: as many as the compiler likes.
+        dependent_launch: listing starts to read while the estimate runs.
         interpreted: Triton's interpreter runs the kernel.
     """
 
     k: int
     k_padded: int
-    room: int
+    size: int
     sample: int
+    quantiles: int
+    bins: int
     slices: int
-    chunk: int
-    chunks: int
-    words: int
+    lanes: int
+    parts: int
     listed: int
     searched: int
     num_warps: int
-    list_warps: int
+    estimate_warps: int
+    registers: int
+    dependent_launch: bool
     interpreted: bool
 
 
 @lru_cache(maxsize=1024)
 def plan(rows: int, width: int, k: int, device: Device) -> tuple[Constants, int]:
-    """Constants, and the rows that lists are made for at a time; slices 0: registers hold any row."""
+    """Constants, and the rows that there is scratch for at a time; slices 0: registers hold any row."""
     padded = triton.next_power_of_2(k)
     room = max(8192, 2 * padded)
-    short = Constants(
-        k=k,
-        k_padded=padded,
-        room=room,
-        sample=4096,
-        slices=0,
-        chunk=0,
-        chunks=0,
-        words=32 * 8,
-        listed=0,
-        searched=4096,
-        num_warps=16,
-        list_warps=8,
-        interpreted=triton.knobs.runtime.interpret,
-    )
+    interpreted = triton.knobs.runtime.interpret
     if width <= room:
-        room = max(32, triton.next_power_of_2(width))
-        return replace(short, room=room, num_warps=16 if room > 4096 else 8 if room > 1024 else 4), rows
-    # Four programs an SM at once; when rows alone make as many, each program takes whole rows in turn.
-    slices = min(16, 4 * device.num_sms // rows, width // 4096)
-    if slices < 2:
-        chunk = 2048
-        whole = replace(
-            short, slices=1, chunk=chunk, searched=2048, num_warps=8, chunks=triton.cdiv(width, chunk), listed=room
-        )
-        return whole, min(rows, device.num_sms)
-    chunk = 4096
-    chunks = triton.cdiv(width, slices * chunk)
-    return replace(short, slices=slices, chunk=chunk, chunks=chunks, listed=room // 2), rows
+        size = max(64, triton.next_power_of_2(width))
+        warps = 16 if size > 2048 else 8 if size > 1024 else 4
+        short = _constants(k, size, min(1024, size), warps, interpreted, bins=min(2048, size, (1 << 26) // size))
+        return short, min(rows, 64 // warps * device.num_sms)
+    sample, size, warps = registers_for(width, k)
+    registers = 64 if device.arch in TWO_PROGRAMS else 0
+    warps = warps if registers else 16
+    per_sm = 32 // warps if registers else 1  # programs at once
+    part = 32 * 32 * warps
+    slices = max(1, min(16, per_sm * device.num_sms // rows, triton.cdiv(width, part)))
+    parts = triton.cdiv(width, slices * part)
+    slices = triton.cdiv(width, parts * part)
+    c = _constants(
+        k,
+        size,
+        sample,
+        warps,
+        interpreted,
+        bins=min(4096, (1 << 26) // max(room, size)),  # of each, number and content go into one integer
+        slices=slices,
+        parts=parts,
+        listed=min(room // 2, parts * part) if slices > 1 else room,
+        registers=0 if interpreted else registers,
+        dependent_launch=device.arch in DEPENDENT_LAUNCH and not interpreted,
+    )
+    # When rows alone make as many programs as run at once, each takes whole rows in turn.
+    return c, rows if slices > 1 else min(rows, per_sm * device.num_sms)
+
+
+def _constants(k: int, size: int, sample: int, warps: int, interpreted: bool, bins: int, **edits: int) -> Constants:
+    fields = {"slices": 0, "parts": 0, "listed": 0, "registers": 0, "dependent_launch": False} | edits
+    return Constants(
+        k=k,
+        k_padded=triton.next_power_of_2(k),
+        size=size,
+        sample=sample,
+        quantiles=256,
+        bins=bins,
+        lanes=32 * warps,
+        searched=128 * warps,
+        num_warps=warps,
+        estimate_warps=8 if sample <= 4096 else 16,
+        interpreted=interpreted,
+        **fields,
+    )
+
+
+def registers_for(width: int, k: int) -> tuple[int, int, int]:
+    """Sample, candidates in registers, and warps that hold them, 8 a thread, for rows of `width`.
+
+    The fewest that hold what the estimate may leave: its share of the sample with its deviations, and three of its own.
+    """
+    for sample, size, warps in ((4096, 4096, 16), (8192, 8192, 32), (16384, 8192, 32)):
+        share = sample * k / width
+        least = share + DEVIATIONS.value * math.sqrt(share) + 2
+        if k * (least / share) * (1 + 3 / math.sqrt(least)) <= size:
+            return sample, size, warps
+    return 16384, max(8192, min(16384, 2 * triton.next_power_of_2(k))), 32
 
 
 @triton.jit
@@ -112,47 +155,6 @@ def number_of(key):
 
 
 @triton.jit
-def middle(low, high):
-    """The key half way between two, whose distance may exceed 31 bits."""
-    return low + ((high - low).to(tl.uint32, bitcast=True) >> 1).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def guess_between(low, high, count, above, wanted):
-    """A key between two, more than one apart, where the count should have fallen from `count` to `wanted`.
-
-    In the tail of a distribution the logarithm of the count falls about evenly. Where that cannot be: the middle.
-    """
-    top = tl.log2(count.to(tl.float32))
-    bottom = tl.log2(tl.maximum(above.to(tl.float32), 0.5))
-    a = number_of(low)
-    b = number_of(high)
-    key = key_of(a + (b - a) * ((top - tl.log2(wanted * 1.0)) / tl.maximum(top - bottom, 1e-6)))
-    return tl.where((key > low) & (key < high), key, middle(low, high))
-
-
-@triton.jit
-def narrow(key, low, high, count, above, least, most):
-    """Narrow [low, high), keys, of which low has count(key >= low) = `count` >= least and high `above` < least.
-
-    Ends at a count of at most `most`, or at neighbours: low is then the least-th largest. Returns low, its count and
-    the count of high. Every other step halves the distance, so that 64 do whatever the numbers are.
-    """
-    step = 0
-    while ((high - low).to(tl.uint32, bitcast=True) > 1) & (count > most):
-        pivot = guess_between(low, high, count, above, (least + most) // 2) if step % 2 == 0 else middle(low, high)
-        found = tl.sum((key >= pivot).to(tl.int32), 0)
-        if found >= least:
-            low = pivot
-            count = found
-        else:
-            high = pivot
-            above = found
-        step += 1
-    return low, count, above
-
-
-@triton.jit
 def bits_set(word):
     """How many bits of each uint32 are set, int32."""
     word = word - ((word >> 1) & 0x55555555)
@@ -160,3 +162,133 @@ def bits_set(word):
     word = (word + (word >> 4)) & 0x0F0F0F0F
     word = word + (word >> 8)
     return ((word + (word >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit
+def row_of(index, logits, row_stride, lens, lens_stride, width):
+    """Start and length of row `index`, int64."""
+    length = tl.load(lens + index * lens_stride)
+    return logits + index * row_stride, tl.minimum(tl.maximum(length, 0), width)
+
+
+@triton.jit
+def elements(row, at, length):
+    """Elements `at` of a row as fp32; NaN from `length` on."""
+    return float32(tl.load(row + at, mask=at < length, other=float("nan")))
+
+
+@triton.jit
+def sum_and_max(x, y, c: tl.constexpr):
+    """The sum of one and the largest of another, in one reduction."""
+    if c.interpreted:
+        return tl.sum(x, 0), tl.max(y, 0)
+    else:
+        return tl.reduce((x, y), 0, _sum_and_max)
+
+
+@triton.jit
+def _sum_and_max(a, b, p, q):
+    return a + p, tl.maximum(b, q)
+
+
+@triton.jit
+def _sum_max_min(x, y, z, c: tl.constexpr):
+    if c.interpreted:
+        return tl.sum(x, 0), tl.max(y, 0), tl.min(z, 0)
+    else:
+        return tl.reduce((x, y, z), 0, _sum_max_and_min)
+
+
+@triton.jit
+def _sum_max_and_min(a, b, d, p, q, r):
+    return a + p, tl.maximum(b, q), tl.minimum(d, r)
+
+
+@triton.jit
+def _min_and_max(x, y, c: tl.constexpr):
+    if c.interpreted:
+        return tl.min(x, 0), tl.max(y, 0)
+    else:
+        return tl.reduce((x, y), 0, _minimum_and_maximum)
+
+
+@triton.jit
+def _minimum_and_maximum(a, b, p, q):
+    return tl.minimum(a, p), tl.maximum(b, q)
+
+
+@triton.jit
+def estimate(row, length, c: tl.constexpr):
+    """Of a row a number (fp32) that somewhat more than k should be above, and bins in a unit above it.
+
+    Of a row of at most k the number is -inf: lists hold it entirely.
+    """
+    low = float("-inf")
+    scale = 0.0
+    if length > c.k:
+        low, scale = _bounds(_sample(row, length, c), length, c)
+    return low, scale
+
+
+@triton.jit
+def _sample(row, length, c: tl.constexpr):
+    """Elements of a row, in blocks from equal parts of it at a place in each that looks random; NaN as -inf."""
+    i = tl.arange(0, c.sample)
+    part = i // BLOCK
+    size = length // (c.sample // BLOCK)
+    begin = (part.to(tl.int64) * length // (c.sample // BLOCK)).to(tl.int32)
+    jitter = ((part * 40503) & 0xFFFF) * (tl.maximum(size - BLOCK, 0) // BLOCK + 1) >> 16
+    x = elements(row, begin + jitter * BLOCK + i % BLOCK, length)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def estimate_short(row, length, c: tl.constexpr):
+    """`estimate` of a row that is at hand: single elements are as near as blocks."""
+    i = tl.arange(0, c.sample)
+    x = elements(row, ((i.to(tl.int64) * length) // c.sample).to(tl.int32), length)
+    return _bounds(tl.where(x == x, x, float("-inf")), length, c)
+
+
+@triton.jit
+def _bounds(x, length, c: tl.constexpr):
+    """Of a sample x: a number that somewhat more than k of the row should be above, and the bins in a unit between it
+    and one that somewhat fewer should be above.
+
+    The sample's share k / length and 3.5 of its standard deviations more, or less, are to be above. Where a bin of the
+    sample holds too many for that, it is divided in turn.
+    """
+    share = c.sample * (c.k / length.to(tl.float32))
+    spread = DEVIATIONS * tl.sqrt(share) + 2
+    least = (share + spread).to(tl.int32)
+    fewest = tl.maximum(share - spread, 1.0).to(tl.int32)
+    low, high = _min_and_max(tl.where(x > -HUGE, x, HUGE), x, c)
+    high = tl.minimum(high, HUGE)
+    low = tl.minimum(low, high)
+    ceiling = high
+    above = length * 0
+    passes = length * 0
+    while (high > low) & (passes < 4):
+        unit = (high - low) * (1 / c.quantiles)
+        # Of an infinite or minute unit bins make no sense, but they are bins.
+        bin = tl.minimum(tl.maximum((high - x) * (1 / unit), 0.0), c.quantiles - 1).to(tl.int32)
+        counted = tl.histogram(bin, c.quantiles, mask=(x >= low) & ((x <= high) | (passes == 0)))
+        count = above + tl.cumsum(counted, 0)
+        before = (count < least).to(tl.int32) + ((count < fewest).to(tl.int32) << 16)
+        under = tl.where(count < least, count, above)
+        enough = tl.where(count < least, 1 << 30, count)
+        places, under, enough = _sum_max_min(before, under, enough, c)
+        ceiling = tl.where(above < fewest, high - (places >> 16) * unit, ceiling)
+        bottom = tl.maximum(high - ((places & 0xFFFF) + 1) * unit, low)
+        top = high - (places & 0xFFFF) * unit
+        passes = tl.where((enough <= least + least // 8) | (bottom >= high), 4, passes + 1)
+        low = bottom
+        high = tl.where(passes < 4, top, high)
+        above = under
+    return low, tl.minimum(c.bins / tl.maximum(ceiling - low, 1e-30), 1e30)
+
+
+@triton.jit
+def bin_of(x, low, scale, c: tl.constexpr):
+    """Which bin x >= low is in, as fp32 with a fraction; the last holds all above."""
+    return tl.minimum((x - low) * scale, c.bins - 1.0)

@@ -163,20 +163,22 @@ def in_value_order(p, c: tl.constexpr):
 
 
 @triton.jit
-def tile_pages(first, begin, end, table, memory, c: tl.constexpr, masked: tl.constexpr):
+def tile_pages(first, begin, end, table, c: tl.constexpr, masked: tl.constexpr):
     """Page ids (int64, 0 for what is no page) and whether they are pages: scalars with `c.one_page`, else [tokens].
 
-    Of a masked tile, only the ids of tokens in [begin, end) are read.
+    table: where a sequence's ids begin, and how many pages there are. Of a masked tile, only the ids of tokens in
+    [begin, end) are read.
     """
+    ids, num_pages = table
     if c.one_page:
-        page = tl.load(table + first // c.page_size)
+        page = tl.load(ids + first // c.page_size)
     else:
         token = first + tl.arange(0, c.tokens)
         if masked:
-            page = tl.load(table + token // c.page_size, mask=(token >= begin) & (token < end), other=-1)
+            page = tl.load(ids + token // c.page_size, mask=(token >= begin) & (token < end), other=-1)
         else:
-            page = tl.load(table + token // c.page_size)
-    live = (page >= 0) & (page < memory.num_pages)
+            page = tl.load(ids + token // c.page_size)
+    live = (page >= 0) & (page < num_pages)
     return tl.where(live, page, 0).to(tl.int64), live
 
 

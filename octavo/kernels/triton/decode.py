@@ -98,8 +98,9 @@ def _piece(unit, units, batch, bounds, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*BOUNDS, "units"])
 def decode_kernel(
-    query, memory, output, batch, partial, size, capacity, total_rows, num_decodes, table_row, units, c: tl.constexpr
-):
+    query, memory, output, batch, partial, size, capacity, total_rows, num_decodes, table_row, num_pages, units,
+    c: tl.constexpr,
+):  # fmt: skip
     """Grid units x KV heads x row tiles: a piece of a sequence for a tile of the packed rows of a KV head."""
     bounds = (size, capacity, total_rows, num_decodes)
     row_tiles = tl.cdiv(partial.rows, c.rows)
@@ -131,7 +132,7 @@ def decode_kernel(
         high = tl.where(row_tile * c.rows < rows * c.group, high, low)  # else the sequence has no such rows
         q, factor = load_query(out_row, q_head, there, query, c)
         factor = row_factors(factor, memory, head, c)
-        table = batch.page_table + index.to(tl.int64) * table_row
+        table = (batch.page_table + index.to(tl.int64) * table_row, num_pages)
         acc, total, reference = attend(
             q, factor, limit, position, last_position, low, high, head.to(tl.int64), table, memory, c
         )

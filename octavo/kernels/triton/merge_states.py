@@ -68,13 +68,14 @@ def merge_parts(outs, lses, out_stride, lse_stride, out_dim, count, unit, dim: t
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lses_part"])
 def merge_states_kernel(
     outs,
     lses,
     out,
     lse,
     outs_strides,
+    lses_part,
     lses_strides,
     out_strides,
     lse_strides,
@@ -88,9 +89,9 @@ def merge_states_kernel(
     head = tl.program_id(1).to(tl.int64)
     acc, total, peak = merge_parts(
         outs + row * outs_strides[1] + head * outs_strides[2],
-        lses + row * lses_strides[1] + head * lses_strides[2],
+        lses + row * lses_strides[0] + head * lses_strides[1],
         tl.cast(outs_strides[0], tl.int64),
-        tl.cast(lses_strides[0], tl.int64),
+        tl.cast(lses_part, tl.int64),
         outs_strides[3],
         count,
         LOG2E,
@@ -138,6 +139,7 @@ def merge_splits_kernel(
     total_rows,
     num_decodes,
     table_row,
+    num_pages,
     row_programs,
     fill_programs,
     c: tl.constexpr,
@@ -198,7 +200,8 @@ def launch(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch
         "out": as_bytes(out),
         "lse": lse,
         "outs_strides": outs.stride(),
-        "lses_strides": lses.stride(),
+        "lses_part": lses.stride(0),
+        "lses_strides": lses.stride()[1:],
         "out_strides": out.stride(),
         "lse_strides": lse.stride(),
         "count": outs.shape[0],

@@ -59,9 +59,11 @@ def paged_launch(call: PagedLogitsCall, device: Device) -> tuple[dict[str, Any],
         "lens_strides": (lens.stride(0), 0 if a_sequence else lens.stride(1)),
         "before_last": 1 if a_sequence else 0,
         "table": call.page_table,
-        "table_strides": call.page_table.stride(),
+        "table_row": call.page_table.stride(0),
+        "table_column": call.page_table.stride(1),
         "out": call.out,
-        "out_strides": call.out.stride(),
+        "out_row": call.out.stride(0),
+        "out_column": call.out.stride(1),
         "batch": batch,
         "query_rows": rows,
         "capacity": capacity,
@@ -177,7 +179,10 @@ def _paged_tile(tile, page, pages, page_stride, num_pages, c: tl.constexpr):
     return k, _page_scales(pages, start + c.page_size * c.dim + 4 * slot, live, c), live
 
 
-@triton.jit(do_not_specialize=["batch", "query_rows", "capacity", "max_context", "num_pages", "fill"])
+# A stride that changes from step to step is an argument: what is in a tuple Triton would specialise on.
+@triton.jit(
+    do_not_specialize=["num_pages", "table_row", "out_row", "batch", "query_rows", "capacity", "max_context", "fill"]
+)
 def paged_mqa_logits_kernel(
     q,
     q_strides,
@@ -190,9 +195,11 @@ def paged_mqa_logits_kernel(
     lens_strides,
     before_last: tl.constexpr,
     table,
-    table_strides,
+    table_row,
+    table_column,
     out,
-    out_strides,
+    out_row,
+    out_column,
     batch,
     query_rows,
     capacity,
@@ -201,6 +208,7 @@ def paged_mqa_logits_kernel(
     c: tl.constexpr,
 ):
     """q [B, n, H, D]; before_last: a length is of a sequence's last row, and row j of n sees n - 1 - j tokens less."""
+    out_strides = (out_row, out_column)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     groups = tl.cdiv(query_rows, c.rows)
@@ -232,9 +240,9 @@ def paged_mqa_logits_kernel(
                 c,
             )
             to = out + (at * query_rows + row)[None, :] * out_strides[0]
-            row_table = table + at * table_strides[0]
+            row_table = table + at * table_row
             for tile in range(begin, begin + count):
-                page = _page_of(tile, longest, row_table, table_strides[1], c)
+                page = _page_of(tile, longest, row_table, table_column, c)
                 k, scale, live = _paged_tile(tile, page, pages, page_stride, num_pages, c)
                 value = tl.where(live[:, None], logits_of(k, scale, x, w, c), float("-inf"))
                 token = tile * c.tokens + tl.arange(0, c.tokens)
@@ -294,7 +302,8 @@ def ragged_launch(call: LogitsCall, device: Device) -> tuple[dict[str, Any], int
         "ends": call.ends,
         "ends_stride": call.ends.stride(0),
         "out": call.out,
-        "out_strides": call.out.stride(),
+        "out_row": call.out.stride(0),
+        "out_column": call.out.stride(1),
         "rows": rows,
         "keys": call.k.shape[0],
         "columns": call.out.shape[1],
@@ -308,7 +317,7 @@ def ragged_launch(call: LogitsCall, device: Device) -> tuple[dict[str, Any], int
     return arguments, groups * max(1, triton.cdiv(columns, run))
 
 
-@triton.jit(do_not_specialize=["rows", "keys", "columns", "run", "fill"])
+@triton.jit(do_not_specialize=["out_row", "rows", "keys", "columns", "run", "fill"])
 def mqa_logits_kernel(
     q,
     q_strides,
@@ -323,7 +332,8 @@ def mqa_logits_kernel(
     ends,
     ends_stride,
     out,
-    out_strides,
+    out_row,
+    out_column,
     rows,
     keys,
     columns,
@@ -333,6 +343,7 @@ def mqa_logits_kernel(
     c: tl.constexpr,
 ):
     """Grid groups of c.rows neighbouring rows x runs of keys; one run of all groups first, as they share its keys."""
+    out_strides = (out_row, out_column)
     groups = tl.cdiv(rows, c.rows)
     group = tl.program_id(0) % groups
     base = tl.program_id(0) // groups * run

@@ -43,8 +43,9 @@ def _sequence_of_tile(tile, batch, size, total_rows, c: tl.constexpr):
 
 @triton.jit(do_not_specialize=[*BOUNDS, "tiles"])
 def prefill_kernel(
-    query, memory, output, batch, size, capacity, total_rows, num_decodes, table_row, tiles, heads, c: tl.constexpr
-):
+    query, memory, output, batch, size, capacity, total_rows, num_decodes, table_row, num_pages, tiles, heads,
+    c: tl.constexpr,
+):  # fmt: skip
     """Grid tiles x KV heads: the last tiles of a sequence, which see the most tokens, run first."""
     bounds = (size, capacity, total_rows, num_decodes)
     head = tl.program_id(0) % heads
@@ -74,7 +75,7 @@ def prefill_kernel(
         factor = row_factors(factor, memory, head, c)
         low = first_visible(position, c) // c.tokens
         high = tl.maximum(tl.cdiv(last_position + 1, c.tokens), low)
-        table = batch.page_table + index.to(tl.int64) * table_row
+        table = (batch.page_table + index.to(tl.int64) * table_row, num_pages)
         acc, total, reference = attend(
             q, factor, limit, position, last_position, low, high, head.to(tl.int64), table, memory, c
         )

@@ -1,14 +1,15 @@
 """topk_indices: the k largest logits of each row as indices in order, in one launch or two, without a sort.
 
 A row is read about once. A threshold that leaves somewhat more than k candidates is estimated from a spread sample of
-the row; all who are above it are listed in order of index, several programs to a row; then one program a row, with the
-candidates in registers, narrows down to the k-th largest exactly and lists what is chosen. What it makes explicit:
+the row; all who are above it are listed in order of index, several programs to a row, and counted in bins; the last of
+a row's programs to finish then has the candidates in registers, finds the k-th's bin and lists what is chosen. What it
+makes explicit:
 
-* The estimate decides the time, never the result. Where it left fewer than k candidates or more than there is room for,
-  the same program narrows over the row itself; so do ties in their thousands.
-* Order. fp32 is compared as integers whose order is that of the numbers (-0 equals 0, NaN is below -inf and is never
+* The estimate decides the time, never the result. Where it left fewer than k candidates or more than registers hold,
+  the same program narrows over the row itself, or over the lists; so do ties in their thousands.
+* Order. Numbers are compared as fp32 or as integers of the same order (-0 equals 0, NaN is below -inf and is never
   chosen). Places of chosen elements are prefix sums over the index, so ties go to the lower index and repeats agree.
-* Rows that fit in registers are not sampled, and where a row is that short, or rows are many, there is one launch.
+* Rows that fit in registers are not listed, and where a row is that short, or rows are many, there is one launch.
 """
 
 from __future__ import annotations
@@ -19,26 +20,25 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 from ...device import Device
+from ._choose import choose, choose_all, search
 from ._plan import device_of
 from ._select import (
-    INFINITE,
-    LOWEST,
-    NOTHING,
+    bin_of,
     bits_set,
+    elements,
+    estimate,
+    estimate_short,
     float32,
-    guess_between,
     key_of,
-    middle,
-    narrow,
-    number_of,
     plan,
+    row_of,
+    sum_and_max,
 )
 
-STAGES = tl.constexpr(3)  # chunks in flight
-LIST_REGISTERS = 64  # of a thread: what four programs an SM may have
-BLOCK = tl.constexpr(8)  # neighbours that a sample takes together: a sector of memory
+ESTIMATE_REGISTERS = 96  # of a thread, of 16 warps: left to itself, ptxas takes 64 for some devices, and spills
 
 
 def topk_indices(logits: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,7 +55,11 @@ def launches(
     """Kernel, programs and arguments of each launch."""
     logits = logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
     rows, width = logits.shape
-    c, programs = plan(rows, width, out.shape[1], device)
+    c, groups = plan(rows, width, out.shape[1], device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
     shared = {
         "logits": logits,
         "row_stride": logits.stride(0),
@@ -63,339 +67,346 @@ def launches(
         "lens_stride": lens.stride(0),
         "rows": rows,
         "width": width,
+        "bins": empty(groups, c.bins),
         "c": c,
     }
     result = {"out": out, "out_strides": out.stride(), "num_warps": c.num_warps}
     if not c.slices:
-        return [(short_kernel, rows, {**shared, **result})]
-    keys, indices = torch.empty((2, programs * c.slices, c.listed), dtype=torch.int32, device=logits.device)
-    words = torch.empty((programs * c.slices, c.chunks * c.chunk // 32), dtype=torch.int32, device=logits.device)
-    counts = torch.empty((programs, c.slices + 1), dtype=torch.int32, device=logits.device)
-    shared |= {"lists": (keys, indices, words), "counts": counts}
-    if c.slices == 1:
-        return [(whole_kernel, programs, {**shared, **result})]
+        return [(short_kernel, groups, {**shared, **result})]
+    lists = (
+        empty(groups, c.slices, c.listed, dtype=torch.float32),
+        empty(groups, c.slices, c.listed),
+        empty(groups, c.slices, c.parts, c.lanes),
+    )
+    result |= {"lists": lists, "counts": empty(groups, c.slices)}
+    result |= {"maxnreg": c.registers} if c.registers else {}
+    shared |= {"bounds": empty(rows, 2, dtype=torch.float32), "left": empty(rows)}
+    result |= {"launch_pdl": True} if c.dependent_launch else {}
+    kernel, programs = (select_kernel, rows * c.slices) if c.slices > 1 else (whole_kernel, groups)
+    first: dict[str, Any] = {"num_warps": c.estimate_warps}
+    if c.estimate_warps == 16 and not c.interpreted:
+        first["maxnreg"] = ESTIMATE_REGISTERS
     return [
-        (list_kernel, rows * c.slices, {**shared, "num_warps": c.list_warps, "maxnreg": LIST_REGISTERS}),
-        (choose_kernel, rows, {**shared, **result}),
+        (estimate_kernel, rows, {**shared, **first}),
+        (kernel, programs, {**shared, **result}),
     ]
 
 
 @triton.jit
-def _row(index, logits, row_stride, lens, lens_stride, width):
-    """Start and length of row `index`."""
-    length = tl.load(lens + tl.cast(index, tl.int64) * lens_stride)
-    return logits + tl.cast(index, tl.int64) * row_stride, tl.minimum(tl.maximum(length, 0), width)
+def _ones(word, c: tl.constexpr):
+    """How many bits of each int32 are set."""
+    if c.interpreted:
+        return bits_set(word.to(tl.uint32, bitcast=True))
+    else:
+        return libdevice.popc(word)
 
 
 @triton.jit
-def _elements(row, at, length):
-    """Elements `at` of a row as fp32; NaN from `length` on."""
-    return float32(tl.load(row + at, mask=at < length, other=float("nan")))
+def _lowest(word, c: tl.constexpr):
+    """Which is the lowest bit set of each int32; anything where none is."""
+    if c.interpreted:
+        bits = word.to(tl.uint32, bitcast=True)
+        return bits_set((bits & (0 - bits)) - tl.minimum(bits, 1))
+    else:
+        return libdevice.ffs(word) - 1
 
 
 @triton.jit
-def _whole(begin, end, size: tl.constexpr):
-    """Whole chunks of `size` in [begin, end): read without a mask, which would make loads of single elements."""
-    return tl.maximum(end - begin, 0) // size
+def _part(row, first, end, c: tl.constexpr):
+    """A part of a row from `first` on as [lanes, 32 / V, V], V neighbours being one load; NaN from `end` on.
 
-
-@triton.jit
-def _estimate(row, length, c: tl.constexpr):
-    """A number (fp32) that somewhat more than k of the row's elements should be above; length > c.room.
-
-    Blocks are taken from equal parts of the row, at a place in each that looks random. Of the sample, the share k /
-    length and 3.5 of its standard deviations are to be above.
+    The lanes come first, so that the other axes lie inside a thread.
     """
-    i = tl.arange(0, c.sample)
-    part = i // BLOCK
-    size = length // (c.sample // BLOCK)  # at least BLOCK, as room is at least twice the sample
-    begin = (part.to(tl.int64) * length // (c.sample // BLOCK)).to(tl.int32)
-    jitter = ((part * 40503) & 0xFFFF) * ((size - BLOCK) // BLOCK + 1) >> 16
-    key = key_of(_elements(row, begin + jitter * BLOCK + i % BLOCK, length))
-    share = c.sample * (c.k / length.to(tl.float32))
-    least = (share + 3.5 * tl.sqrt(share) + 2).to(tl.int32)
-    everything = tl.cast(c.sample, tl.int32)
-    pivot, _, _ = narrow(key, tl.min(key, 0), tl.max(key, 0) + 1, everything, everything * 0, least, least + least // 8)
-    return number_of(tl.maximum(pivot, LOWEST))
+    V: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    t = tl.arange(0, c.lanes)[:, None, None]
+    r = tl.arange(0, 32 // V)[None, :, None]
+    e = tl.arange(0, V)[None, None, :]
+    at = first + (r * (c.lanes * V) + t * V + e)
+    whole = first + 32 * c.lanes <= end
+    return tl.load(row + at) if whole else tl.load(row + at, mask=at < end, other=float("nan"))
 
 
 @triton.jit
-def _fetch(row, begin, length, c: tl.constexpr):
-    """Have a slice on its way to the L2 cache while the threshold is estimated."""
-    LINE: tl.constexpr = 1024 // row.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    if not c.interpreted:
-        for part in range(0, c.chunks):
-            at = begin + part * c.chunk + tl.arange(0, c.chunk // LINE) * LINE
-            address = (row + tl.minimum(at, length - 1)).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-            )
+def _mark(x, low, V: tl.constexpr, c: tl.constexpr):
+    """Which of each lane's 32 elements of x [lanes, 32 / V, V] are from `low` on: bit V r + e."""
+    bit = tl.arange(0, 32 // V)[:, None] * V + tl.arange(0, V)[None, :]
+    bit = (tl.full([1], 1, tl.int32) << bit)[None, :, :]
+    return tl.sum(tl.sum(tl.where(x >= low, bit, 0), 2), 1)
 
 
 @triton.jit
-def _list(row, length, begin, threshold, to, c: tl.constexpr):
-    """List the elements above `threshold` of the slice from `begin` on, by key and by index; their number.
+def _words(marks, V: tl.constexpr, c: tl.constexpr):
+    """Words of 32 neighbours, in order, of what `_mark` made of a part and stored."""
+    REPEATS: tl.constexpr = 32 // V
+    GROUPS: tl.constexpr = c.lanes // REPEATS  # words of one repeat
+    j = tl.arange(0, c.lanes)
+    at = marks + (j % GROUPS) * REPEATS
+    shift = ((j // GROUPS) * V).to(tl.uint32)
+    word = tl.full([c.lanes], 0, tl.int32)
+    for i in tl.static_range(REPEATS):
+        bits = tl.load(at + i).to(tl.uint32, bitcast=True) >> shift
+        word |= ((bits & ((1 << V) - 1)) << (V * i)).to(tl.int32, bitcast=True)
+    return word
 
-    Few are: comparisons become words of 32 bits, and only words are counted, summed and taken apart.
+
+@triton.jit
+def _list(row, begin, end, x, low, scale, to, bins, c: tl.constexpr):
+    """List the elements from `low` on of [begin, end), whose first part is x, in order of index; their number.
+
+    Few are: comparisons become words of 32 bits, and only words are counted, summed and taken apart, two bits at a
+    time. The next part is on its way meanwhile.
     """
-    end = tl.minimum(length, begin + c.chunks * c.chunk)
-    at = tl.arange(0, c.chunk // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    whole = _whole(begin, end, c.chunk)
-    for part in tl.range(0, whole, num_stages=STAGES):
-        x = float32(tl.load(row + begin + part * c.chunk + at))
-        _mark(x, threshold, to[2] + part * (c.chunk // 32), c)
-    first = begin + whole * c.chunk
-    if first < end:
-        _mark(_elements(row, first + at, end), threshold, to[2] + whole * (c.chunk // 32), c)
-    tl.debug_barrier()  # words are read by other threads than wrote them
-    words = tl.cdiv(tl.maximum(end - begin, 0), c.chunk) * (c.chunk // 32)
+    V: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    PART: tl.constexpr = 32 * c.lanes
     found = begin * 0
-    for part in range(0, words, c.words):
-        found = _take_apart(row, begin, part, words, found, to, c)
+    for part in range(0, tl.cdiv(tl.maximum(end - begin, 0), PART)):
+        first = begin + part * PART
+        marks = to[2] + part * c.lanes
+        tl.store(marks + tl.arange(0, c.lanes), _mark(float32(x), low, V, c))
+        if first + PART < end:
+            x = _part(row, first + PART, end, c)
+        tl.debug_barrier()  # marks are read by other threads than wrote them
+        word = _words(marks, V, c)
+        size = _ones(word, c)
+        place = found + tl.cumsum(size, 0) - size
+        total, most = sum_and_max(size, size, c)
+        index = first + tl.arange(0, c.lanes) * 32
+        for _ in range(0, (most + 1) // 2):
+            rest = word & (word - 1)
+            at = index + _lowest(word, c)
+            at_2 = index + _lowest(rest, c)
+            number = float32(tl.load(row + at, mask=word != 0, other=0.0))
+            number_2 = float32(tl.load(row + at_2, mask=rest != 0, other=0.0))
+            _add(number, at, place, word != 0, low, scale, to, bins, c)
+            _add(number_2, at_2, place + 1, rest != 0, low, scale, to, bins, c)
+            word = rest & (rest - 1)
+            place += 2
+        found += total
+    # Up to a multiple of four nothing, which makes loads of 16 bytes.
+    place = found + tl.arange(0, 4)
+    tl.store(to[0] + place, tl.full([4], float("nan"), tl.float32), mask=place < tl.minimum(_four(found), c.listed))
     return found
 
 
 @triton.jit
-def _mark(x, threshold, words, c: tl.constexpr):
-    """Store which elements of x [words, 32] are above `threshold`."""
-    bit = tl.full([1], 1, tl.int32) << tl.arange(0, 32)
-    tl.store(words + tl.arange(0, c.chunk // 32), tl.sum(tl.where(x > threshold, bit[None, :], 0), 1))
+def _add(x, at, place, there, low, scale, to, bins, c: tl.constexpr):
+    """Store candidates at their places of the list, and count them in all bins but the last, which has most."""
+    bin = bin_of(x, low, scale, c).to(tl.int32)
+    tl.atomic_add(bins + bin, 1, mask=there & (bin < c.bins - 1), sem="relaxed")
+    tl.store(to[0] + place, x, mask=there & (place < c.listed))
+    tl.store(to[1] + place, at, mask=there & (place < c.listed))
 
 
 @triton.jit
-def _take_apart(row, begin, part, words, found, to, c: tl.constexpr):
-    """List the elements of words [part, + c.words) of a slice after `found` others; how many there are then."""
-    w = part + tl.arange(0, c.words)
-    word = tl.load(to[2] + w, mask=w < words, other=0).to(tl.uint32, bitcast=True)
-    size = bits_set(word)
-    place = found + tl.cumsum(size, 0) - size
-    for _ in range(0, tl.max(size, 0)):
-        rest = word & (word - tl.minimum(word, 1))  # without its lowest bit
-        at = begin + w * 32 + bits_set((word ^ rest) - tl.minimum(word, 1))
-        listed = (word != 0) & (place < c.listed)
-        value = float32(tl.load(row + at, mask=listed, other=0.0))
-        tl.store(to[0] + place, key_of(value), mask=listed)
-        tl.store(to[1] + place, at, mask=listed)
-        word = rest
-        place += 1
-    return found + tl.sum(size, 0)
+def _four(count):
+    """The next multiple of four."""
+    return (count + 3) & -4
 
 
 @triton.jit
-def _choose(key, index, there, low, out, out_strides, c: tl.constexpr):
-    """Write the k largest of `there` keys in order of index, and -1 where there are fewer; low: a key below none."""
-    high = tl.max(key, 0) + 1
-    low, count, above = narrow(key, tl.minimum(low, high - 1), high, there, there * 0, c.k, c.k)
-    room = tl.where(count <= c.k, c.k, c.k - above)
-    last = tl.where(there <= c.k, NOTHING + 1, low)
-    _write(key, index, last, room, 0, 0, out, out_strides, c)
-    _pad(there, out, out_strides, c)
+def _choose_listed(low, scale, lists, counts, bins, out, out_stride, c: tl.constexpr):
+    """Choose from a row's lists, if registers hold what they have. Returns 0, or 1 where they do not, or 2 where lists
+    do not hold what is needed.
 
-
-@triton.jit
-def _write(key, index, last, room, taken, equal, out, out_strides, c: tl.constexpr):
-    """Write the indices of keys above `last`, and of those equal to it the first `room`; taken and equal: of both,
-    what was before these. Returns both, these included.
+    What other programs wrote is read from the L2 cache.
     """
-    over = key > last
-    same = key == last
-    counted = tl.cumsum(over.to(tl.int32) + (same.to(tl.int32) << 16), 0)
-    overs = taken + (counted & 0xFFFF)
-    sames = equal + (counted >> 16)
-    chosen = over | (same & (sames <= room))
-    place = overs + tl.minimum(sames, room) - 1
-    tl.store(out + place.to(tl.int64) * out_strides[1], index, mask=chosen & (place < c.k))
-    return taken + tl.sum(over.to(tl.int32), 0), equal + tl.sum(same.to(tl.int32), 0)
-
-
-@triton.jit
-def _pad(there, out, out_strides, c: tl.constexpr):
-    """-1 to the places that `there` numbers leave."""
-    place = tl.arange(0, c.k_padded)
-    tl.store(out + place.to(tl.int64) * out_strides[1], place * 0 - 1, mask=(place >= there) & (place < c.k))
-
-
-@triton.jit
-def _count(row, length, one, two, c: tl.constexpr):
-    """Elements of a whole row whose keys are at least `one`, and at least `two`."""
-    ones = tl.full([c.searched], 0, tl.int32)
-    twos = tl.full([c.searched], 0, tl.int32)
-    whole = _whole(0, length, c.searched)
-    for part in tl.range(0, whole, num_stages=STAGES):
-        key = key_of(float32(tl.load(row + part * c.searched + tl.arange(0, c.searched))))
-        ones += (key >= one).to(tl.int32)
-        twos += (key >= two).to(tl.int32)
-    key = key_of(_elements(row, whole * c.searched + tl.arange(0, c.searched), length))
-    ones += (key >= one).to(tl.int32)
-    twos += (key >= two).to(tl.int32)
-    return tl.sum(ones, 0), tl.sum(twos, 0)
-
-
-@triton.jit
-def _search(row, length, threshold, out, out_strides, c: tl.constexpr):
-    """The k largest of a row that no list holds: narrow over the row, from the estimate; then list what is chosen."""
-    least = tl.cast(NOTHING + 1, tl.int32)
-    guess = key_of(threshold)
-    there, count = _count(row, length, least, guess, c)
-    low = least
-    high = tl.cast(INFINITE + 1, tl.int32)
-    above = tl.cast(0, tl.int32)
-    if count >= c.k:
-        low = guess
-        _, more = _count(row, length, guess, guess + 1, c)
-        if more < c.k:  # ties at the estimate: the usual way to come here
-            high = guess + 1
-            above = more
-    else:
-        high = guess
-        above = count
-        count = there
-    while ((high - low).to(tl.uint32, bitcast=True) > 1) & (count > c.k):
-        one = guess_between(low, high, count, above, c.k)
-        two = middle(low, high)
-        pivot = tl.minimum(one, two)
-        pivot_2 = tl.maximum(one, two)
-        found, found_2 = _count(row, length, pivot, pivot_2, c)
-        if found_2 >= c.k:
-            low = pivot_2
-            count = found_2
-        elif found >= c.k:
-            low = pivot
-            count = found
-            if pivot_2 > pivot:
-                high = pivot_2
-                above = found_2
-        else:
-            high = pivot
-            above = found
-    room = tl.where(count <= c.k, c.k, c.k - above)
-    last = tl.where(there <= c.k, least, low)
-    taken = 0
-    equal = 0
-    for begin in tl.range(0, length, c.searched, num_stages=STAGES):
-        at = begin + tl.arange(0, c.searched)
-        key = key_of(_elements(row, at, length))
-        taken, equal = _write(key, at, last, room, taken, equal, out, out_strides, c)
-    _pad(there, out, out_strides, c)
-
-
-@triton.jit
-def _choose_listed(SIZE: tl.constexpr, total, low, lists, counts, out, out_strides, c: tl.constexpr):
-    """`_choose` of the `total` candidates, at most SIZE, in a row's lists; low: a key below none."""
-    j = tl.arange(0, SIZE)
-    at = j
-    end = total * 0
     SLICES: tl.constexpr = c.slices
+    j = tl.arange(0, c.size // 4)
+    group = j
+    total = 0
+    filled = 0
+    longest = 0
     for part in tl.static_range(SLICES):
-        count = tl.load(counts + part)
-        end += count
-        at += tl.where(j >= end, c.listed - count, 0)
-    key = tl.load(lists[0] + at, mask=j < total, other=NOTHING)
-    index = tl.load(lists[1] + at, mask=j < total, other=0)
-    _choose(key, index, total, low, out, out_strides, c)
-
-
-@triton.jit
-def _finish(row, length, lists, counts, out, out_strides, c: tl.constexpr):
-    """Choose from a row's lists, or from the row where they do not hold what is needed."""
-    total = length * 0
-    longest = length * 0
-    SLICES: tl.constexpr = c.slices
-    for part in tl.static_range(SLICES):
-        count = tl.load(counts + part)
+        count = tl.load(counts + part, cache_modifier=".cg")
         total += count
+        filled += _four(count) // 4
         longest = tl.maximum(longest, count)
-    threshold = tl.load(counts + c.slices).to(tl.float32, bitcast=True)
-    if (total >= c.k) & (total <= c.room) & (longest <= c.listed):
-        low = key_of(threshold)
-        if total <= c.room // 2:
-            _choose_listed(c.room // 2, total, low, lists, counts, out, out_strides, c)
-        else:
-            _choose_listed(c.room, total, low, lists, counts, out, out_strides, c)
-    else:
-        _search(row, length, threshold, out, out_strides, c)
+        group += tl.where(j >= filled, (c.listed - _four(count)) // 4, 0)
+    complete = ((total >= c.k) | (low == float("-inf"))) & (longest <= c.listed)
+    left = 2
+    if complete:
+        left = 1
+        if 4 * filled <= c.size:
+            left = 0
+            there = (j < filled)[:, None]
+            at = group[:, None] * 4 + tl.arange(0, 4)[None, :]
+            x = tl.load(lists[0] + at, mask=there, other=float("nan"), cache_modifier=".cg")
+            index = tl.load(lists[1] + at, mask=there, other=0, cache_modifier=".cg")
+            choose(x, index, total, low, scale, bins, out, out_stride, c)
+    return left
 
 
 @triton.jit
-def _choose_short(row, length, out, out_strides, c: tl.constexpr):
-    """`_choose` of a row of at most c.room elements."""
-    j = tl.arange(0, c.room)
-    key = key_of(_elements(row, j, length))
-    there = tl.sum((key > NOTHING).to(tl.int32), 0)
-    low = tl.min(tl.where(key > NOTHING, key, INFINITE), 0)
-    _choose(key, j, there, low, out, out_strides, c)
+def _search_lists(low, lists, counts, out, out_stride, c: tl.constexpr):
+    """Choose from a row's lists, of which registers do not hold what they have."""
+    _fill(lists[0], counts, c)
+    tl.debug_barrier()
+    search(lists[0], c.slices * c.listed, lists[1], key_of(low), out, out_stride, c)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
-def list_kernel(logits, row_stride, lens, lens_stride, rows, width, lists, counts, c: tl.constexpr):
-    """Grid rows x slices: list the candidates of a slice of a row."""
-    index = tl.program_id(0) // c.slices
-    part = tl.program_id(0) % c.slices
-    row, length = _row(index, logits, row_stride, lens, lens_stride, width)
-    if length > c.room:
-        begin = part * (c.chunks * c.chunk)
-        _fetch(row, begin, length, c)
-        threshold = _estimate(row, length, c)
-        start = tl.program_id(0).to(tl.int64) * c.listed
-        words = lists[2] + tl.program_id(0).to(tl.int64) * (c.chunks * c.chunk // 32)
-        to = (lists[0] + start, lists[1] + start, words)
-        found = _list(row, length, begin, threshold, to, c)
-        at = counts + tl.cast(index, tl.int64) * (c.slices + 1)
-        tl.store(at + part, found)
-        if part == 0:
-            tl.store(at + c.slices, threshold.to(tl.int32, bitcast=True))
+@triton.jit
+def _fill(numbers, counts, c: tl.constexpr):
+    """NaN to what a row's lists leave free."""
+    nothing = tl.full([c.searched], float("nan"), tl.float32)
+    for part in range(c.slices):
+        for place in range(tl.load(counts + part, cache_modifier=".cg"), c.listed, c.searched):
+            at = place + tl.arange(0, c.searched)
+            tl.store(numbers + part * c.listed + at, nothing, mask=at < c.listed)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
-def choose_kernel(logits, row_stride, lens, lens_stride, rows, width, lists, counts, out, out_strides, c: tl.constexpr):
-    """Grid rows: choose from what list_kernel left, or from a short row itself."""
-    index = tl.program_id(0)
-    row, length = _row(index, logits, row_stride, lens, lens_stride, width)
-    to = out + tl.cast(index, tl.int64) * out_strides[0]
-    if length <= c.room:
-        _choose_short(row, length, to, out_strides, c)
+@triton.jit
+def _choose_short(row, length, bins, out, out_stride, c: tl.constexpr):
+    """The k largest of a row of at most c.size elements, all of them in registers."""
+    at = tl.arange(0, c.size // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    x = elements(row, at, length)
+    there = tl.sum(tl.sum((x == x).to(tl.int32), 1), 0)
+    low = float("-inf")
+    scale = 0.0
+    if there > c.k:
+        low, scale = estimate_short(row, length, c)
+    total = tl.sum(tl.sum((x >= low).to(tl.int32), 1), 0)
+    if (there <= c.k) | (total < c.k):
+        choose_all(x, at, there, out, out_stride, c)
     else:
-        at = tl.cast(index, tl.int64) * c.slices
-        own = (lists[0] + at * c.listed, lists[1] + at * c.listed)
-        _finish(row, length, own, counts + at + index, to, out_strides, c)
+        tl.store(bins + tl.arange(0, c.bins), tl.full([c.bins], 0, tl.int32))
+        tl.debug_barrier()
+        bin = bin_of(x, low, scale, c)
+        tl.atomic_add(bins + bin.to(tl.int32), 1, mask=(x >= low) & (bin < c.bins - 1), sem="relaxed")
+        tl.debug_barrier()
+        choose(x, at, total, low, scale, bins, out, out_stride, c)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
-def short_kernel(logits, row_stride, lens, lens_stride, rows, width, out, out_strides, c: tl.constexpr):
-    """Grid rows, each of which registers hold."""
-    index = tl.program_id(0)
-    row, length = _row(index, logits, row_stride, lens, lens_stride, width)
-    _choose_short(row, length, out + tl.cast(index, tl.int64) * out_strides[0], out_strides, c)
+def estimate_kernel(logits, row_stride, lens, lens_stride, rows, width, bins, bounds, left, c: tl.constexpr):
+    """Grid rows: estimate the bounds of a row, and zero what select_kernel counts in; whole_kernel does that itself."""
+    if c.dependent_launch:
+        gdc_launch_dependents()
+    index = tl.program_id(0).to(tl.int64)
+    if c.slices > 1:
+        tl.store(bins + index * c.bins + tl.arange(0, c.bins), tl.full([c.bins], 0, tl.int32))
+        tl.store(left + index, 0)
+    row, length = row_of(index, logits, row_stride, lens, lens_stride, width)
+    low, scale = estimate(row, length, c)
+    tl.store(bounds + 2 * index, low)
+    tl.store(bounds + 2 * index + 1, scale)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
-def whole_kernel(logits, row_stride, lens, lens_stride, rows, width, lists, counts, out, out_strides, c: tl.constexpr):
-    """Each program every row of one residue: list and choose in turn, in a list of its own."""
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * c.listed
-    mine = (lists[0] + start, lists[1] + start, lists[2] + program.to(tl.int64) * (c.chunks * c.chunk // 32))
-    count = counts + 2 * program.to(tl.int64)
-    for index in range(program, rows, tl.num_programs(0)):
-        row, length = _row(index, logits, row_stride, lens, lens_stride, width)
-        to = out + tl.cast(index, tl.int64) * out_strides[0]
-        if length <= c.room:
-            _choose_short(row, length, to, out_strides, c)
-        else:
-            threshold = _estimate(row, length, c)
-            found = _list(row, length, 0, threshold, mine, c)
-            tl.store(count, found)
-            tl.store(count + 1, threshold.to(tl.int32, bitcast=True))
-            tl.debug_barrier()  # the list is read by other threads than wrote it
-            _finish(row, length, mine, count, to, out_strides, c)
-            tl.debug_barrier()  # and the next row's must not overtake that
+def select_kernel(
+    logits,
+    row_stride,
+    lens,
+    lens_stride,
+    rows,
+    width,
+    bins,
+    bounds,
+    left,
+    out,
+    out_strides,
+    lists,
+    counts,
+    c: tl.constexpr,
+):
+    """Grid rows x slices: list the candidates of a slice of a row; the row's last program chooses."""
+    index = (tl.program_id(0) // c.slices).to(tl.int64)
+    part = tl.program_id(0) % c.slices
+    row, length = row_of(index, logits, row_stride, lens, lens_stride, width)
+    begin = part * (c.parts * 32 * c.lanes)
+    end = tl.minimum(length, begin + c.parts * 32 * c.lanes)
+    x = _part(row, begin, end, c)
+    tl.debug_barrier()  # all loads are on their way: without it each is waited for before the next
+    if c.dependent_launch:
+        gdc_wait()
+    low = tl.load(bounds + 2 * index)
+    scale = tl.load(bounds + 2 * index + 1)
+    bins += index * c.bins
+    own = index * c.slices
+    mine = own + part
+    to = (lists[0] + mine * c.listed, lists[1] + mine * c.listed, lists[2] + mine * (c.parts * c.lanes))
+    found = _list(row, begin, end, x, low, scale, to, bins, c)
+    tl.store(counts + mine, found)
+    tl.debug_barrier()  # the program's stores, before its arrival
+    finished = tl.atomic_add(left + index, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    if finished == c.slices - 1:
+        all_lists = (lists[0] + own * c.listed, lists[1] + own * c.listed)
+        chosen = out + index * out_strides[0]
+        rest = _choose_listed(low, scale, all_lists, counts + own, bins, chosen, out_strides[1], c)
+        if rest == 1:
+            _search_lists(low, all_lists, counts + own, chosen, out_strides[1], c)
+        if rest == 2:
+            search(row, length, None, key_of(low), chosen, out_strides[1], c)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def whole_kernel(
+    logits,
+    row_stride,
+    lens,
+    lens_stride,
+    rows,
+    width,
+    bins,
+    bounds,
+    left,
+    out,
+    out_strides,
+    lists,
+    counts,
+    c: tl.constexpr,
+):
+    """Each program every row of one residue: list and choose in turn, in a list of its own.
+
+    Rows left over are searched in the end: in the same loop that would take registers from all.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    mine = (lists[0] + program * c.listed, lists[1] + program * c.listed, lists[2] + program * (c.parts * c.lanes))
+    bins += program * c.bins
+    counts += program
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        index = tl.cast(i, tl.int64)
+        row, length = row_of(index, logits, row_stride, lens, lens_stride, width)
+        x = _part(row, 0, length, c)
+        tl.store(bins + tl.arange(0, c.bins), tl.full([c.bins], 0, tl.int32))
+        tl.debug_barrier()  # bins are zero before anything is counted
+        if c.dependent_launch:
+            gdc_wait()
+        low = tl.load(bounds + 2 * index)
+        scale = tl.load(bounds + 2 * index + 1)
+        found = _list(row, 0, length, x, low, scale, mine, bins, c)
+        tl.store(counts, found)
+        tl.debug_barrier()  # the list is read by other threads than wrote it
+        chosen = out + index * out_strides[0]
+        tl.store(left + index, _choose_listed(low, scale, mine, counts, bins, chosen, out_strides[1], c))
+        tl.debug_barrier()  # and the next row's must not overtake that
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        index = tl.cast(i, tl.int64)
+        if tl.load(left + index) > 0:
+            row, length = row_of(index, logits, row_stride, lens, lens_stride, width)
+            guess = key_of(tl.load(bounds + 2 * index))
+            search(row, length, None, guess, out + index * out_strides[0], out_strides[1], c)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def short_kernel(logits, row_stride, lens, lens_stride, rows, width, bins, out, out_strides, c: tl.constexpr):
+    """Each program every row of one residue, each of which registers hold."""
+    bins += tl.program_id(0).to(tl.int64) * c.bins
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        index = tl.cast(i, tl.int64)
+        row, length = row_of(index, logits, row_stride, lens, lens_stride, width)
+        _choose_short(row, length, bins, out + index * out_strides[0], out_strides[1], c)
+        tl.debug_barrier()  # the next row's bins must not overtake this one's
 
 
 def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Launches to compile ahead of time: see octavo/testing/aot.py."""
     for rows, width, k, dtype in (
         (64, 131072, 2048, torch.float32),
-        (1, 1 << 20, 2048, torch.bfloat16),
+        (64, 131072, 2048, torch.bfloat16),
+        (1, 1 << 20, 2048, torch.float32),
         (4096, 65536, 2048, torch.float32),
+        (64, 8192, 2048, torch.float32),
         (64, 4096, 2048, torch.float32),
     ):
         logits = torch.empty((rows, width), dtype=dtype, device="meta")
