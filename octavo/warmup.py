@@ -1,8 +1,8 @@
 """Compile what a plan needs before the first request: run every shape of call that serving makes, on little data.
 
-Triton specialises a kernel by its constants and by what its integers are multiples of, so the calls differ in batch
-size, in rows, in whether the host knows which sequences decode. What is compiled stays in Triton's cache on disk: a
-process that starts later with the same plan compiles nothing.
+Kernels are compiled for classes of shapes, so the calls differ in batch size, in rows, in whether the host knows which
+sequences decode; and for whether a cache has scales, so both are made. What is compiled stays in Triton's cache on
+disk: a process that starts later with the same plan compiles nothing.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ def calls(choice: Choice, device: torch.device, max_batch: int, max_query_tokens
     spec = choice.spec
     rows = spec.max_query_len
     batches = [b for b in sizes(max_batch) if b * rows <= max_query_tokens]
-    cache = PagedCache.allocate(spec, 1, device)
     attention = Attention(
         spec,
         max_batch=max_batch + 1,
@@ -164,17 +163,27 @@ def calls(choice: Choice, device: torch.device, max_batch: int, max_query_tokens
         backend=choice.prefill.backend if choice.prefill.backend == choice.decode.backend else None,
     )
     width = -(-max_context // spec.page_size)
-    made: list[Call] = [_append(cache, tokens, device) for tokens in sizes(max_query_tokens)]
+    steps: list[tuple[list[int], int | None]] = []
     for batch in batches:
-        for known in (True, False):
-            made.append(_step(attention, cache, [rows] * batch, batch if known else None, width))
+        steps += [([n] * batch, batch) for n in dict.fromkeys((rows, 1))] + [([rows] * batch, None)]
     for tokens in sizes(max_query_tokens):
-        for lens in ([tokens], [tokens - tokens // 2, tokens // 2]):
-            made.append(_step(attention, cache, lens, 0, width))
+        steps += [([tokens], 0), ([tokens - tokens // 2, tokens // 2], 0)]
         if tokens > rows:
-            for known in (True, False):
-                made.append(_step(attention, cache, [rows, tokens], 1 if known else None, width))
+            steps += [([rows, tokens], 1), ([rows, tokens], None)]
+    made: list[Call] = []
+    for cache in _caches(spec, device):
+        made += [_append(cache, tokens, device) for tokens in sizes(max_query_tokens)]
+        made += [_step(attention, cache, *step, width) for step in steps]
     return made
+
+
+def _caches(spec: AttentionSpec, device: torch.device) -> list[PagedCache]:
+    """Caches of one page: without scales, and with them, which an engine may have even where all are 1."""
+    caches = [PagedCache.allocate(spec, 1, device)]
+    if spec.fp8 and caches[0].k_scale is None:
+        scale = 1.0
+        caches.append(PagedCache.allocate(spec, 1, device, k_scale=scale, v_scale=scale))
+    return caches
 
 
 def _append(cache: PagedCache, tokens: int, device: torch.device) -> Call:

@@ -52,6 +52,39 @@ def test_sides_of_different_runs_are_not_compared(tmp_path):
     assert [cell.ratio for cell in found.cells] == [None, None]
 
 
+def test_an_engines_sides_with_octavo_are_octavos(tmp_path):
+    """Compared within a run: FP8 with FP8, 16 bits with 16 bits, and the fastest of all."""
+    from octavo.bench.evidence_engines import engine_gains, engine_steps
+
+    case, cache = "step/decode/llama/tp1/b64", {True: SPEC, False: {**SPEC, "kv_dtype": "bfloat16"}}
+    times = (
+        ("vllm-octavo:fp8", 10.0, True, "r1"),
+        ("vllm-octavo-triton:fp8", 14.0, True, "r1"),
+        ("vllm-flash:fp8", 18.0, True, "r1"),
+        ("vllm-triton:fp8", 16.0, True, "r1"),
+        ("vllm-octavo:auto", 12.0, False, "r1"),
+        ("vllm-flash:auto", 15.0, False, "r1"),
+        ("vllm-triton:auto", 5.0, False, "r2"),  # of another run: with nothing
+        ("sglang-octavo:fp8_e4m3", 8.0, True, "r3"),
+        ("sglang-fa3:fp8_e4m3", 9.0, True, "r3"),
+        ("sglang-octavo:auto", 11.0, False, "r4"),
+        ("sglang-fa3:auto", 5.5, False, "r4"),
+    )
+    records = [record(case, name, us, spec=cache[fp8], run=run) for name, us, fp8, run in times]
+    found = evidence.read([write(tmp_path / "r.jsonl", records)])
+    assert {name for name, *_ in times if evidence.is_octavo(name)} == {name for name, *_ in times if "octavo" in name}
+    assert evidence.is_octavo("gluon") and not evidence.is_octavo("flashinfer-fa3")
+    assert [cell.ratio for cell in found.of_op("step")] == [1.5, None, 9 / 8, 0.5]
+    vllm, sglang = engine_steps(found)
+    assert (vllm.engine, vllm.case, len(vllm.records)) == ("vllm", "decode/llama/tp1/b64", 7)
+    assert vllm.ratios == {"FP8": 1.6, "16 bits": 1.25, "all": 1.5}
+    assert sglang.ratios == {"FP8": 9 / 8, "16 bits": 0.5, "all": 9 / 8}  # all: of the run of octavo's fastest
+    gains = {(gain.engine, gain.phase): gain.ratios for gain in engine_gains([vllm, sglang])}
+    assert gains["vllm", "decode"]["FP8"] == pytest.approx(1.6) and len(gains) == 2
+    html = evidence_page.page(found)
+    assert "In whole engines" in html and "1.60" in html
+
+
 def test_the_latest_of_two_records_counts(tmp_path):
     case = "decode/llama/tp1/b64/ctx1024"
     records = [record(case, "gluon", 20.0, run="r1"), record(case, "gluon", 19.0, run="r2")]

@@ -26,23 +26,38 @@ def test_sizes_are_one_odd_ones_powers_and_the_most():
     assert sizes(1) == [1] and sizes(2) == [1, 2] and sizes(20) == [1, 2, 3, 4, 8, 16, 19, 20]
 
 
-@pytest.mark.parametrize("changes", [{}, {"sinks": True, "lse": True, "max_query_len": 3, "window": 9}])
-def test_every_kind_of_step_is_planned_and_run(monkeypatch, changes):
+@pytest.mark.parametrize(
+    ("changes", "caches"),
+    [
+        ({}, 2),
+        ({"sinks": True, "lse": True, "max_query_len": 3, "window": 9}, 2),
+        ({"kv_dtype": "bfloat16", "layout": "hnd"}, 1),
+    ],
+)
+def test_every_kind_of_step_is_planned_and_run(monkeypatch, changes, caches):
     steps: list[tuple[Any, ...]] = []
-    stock = Attention.plan
+    scales: list[bool] = []
+    stock, stock_run = Attention.plan, Attention.run
 
     def plan(self, lens, table, starts, **known):
         steps.append((starts.diff().tolist(), known["num_decodes"], known["max_query_len"]))
         stock(self, lens, table, starts, **known)
 
+    def run(self, q, cache, **given):
+        scales.append(cache.k_scale is not None)
+        return stock_run(self, q, cache, **given)
+
     monkeypatch.setattr(Attention, "plan", plan)
+    monkeypatch.setattr(Attention, "run", run)
     spec = AttentionSpec(**{**SPEC.as_dict(), **changes})
     seen = []
     found = warm(choose(spec, "cpu"), "cpu", advance=lambda: seen.append(1), **SMALL)
     rows = spec.max_query_len
-    assert found.calls == len(seen) == len(steps) + len(sizes(40)) and found.compiled == found.cached == []
+    assert found.calls == len(seen) == len(steps) + caches * len(sizes(40)) and found.compiled == found.cached == []
+    assert scales == [scaled for scaled in (False, True)[:caches] for _ in range(len(steps) // caches)]
     for batch in (1, 2, 3, 4, 5):
         assert ([rows] * batch, batch, rows) in steps and ([rows] * batch, None, None) in steps
+        assert ([1] * batch, batch, 1) in steps
     for tokens in (1, 3, 16, 32, 39, 40):
         assert ([tokens], 0, tokens) in steps
     assert ([rows, 40], 1, 40) in steps and ([rows, 40], None, None) in steps

@@ -23,6 +23,7 @@ from .accuracy_file import read_accuracy
 from .records import OPS, Record, read_records
 
 OTHER_SHAPES = "other shapes"
+ENGINES = ("vllm", "sglang")  # a record of a step has an engine's side for its backend: "vllm-octavo:fp8"
 
 
 @dataclass
@@ -54,16 +55,24 @@ class Cell:
         """Whether it is the measurement of a case that has another name."""
         return all(record.same_as is not None for record in self.records.values())
 
-    def best(self, ours: bool) -> tuple[str, float] | None:
-        """The fastest of octavo's backends, or of the others."""
-        of = {name: us for name, us in self.timed.items() if (name in BY_NAME) == ours}
+    def best(self, ours: bool, fp8: bool | None = None) -> tuple[str, float] | None:
+        """The fastest of octavo's backends, or of the others; with `fp8` of those whose cache is FP8, or is not."""
+        of = {
+            name: us
+            for name, us in self.timed.items()
+            if is_octavo(name) == ours and fp8 in (None, _in_fp8(self.records[name]))
+        }
         return min(of.items(), key=lambda pair: pair[1]) if of else None
+
+    def ratio_of(self, fp8: bool | None) -> float | None:
+        """How many times as fast as the best peer octavo's best is, of those that `best` takes; None without either."""
+        mine, peer = self.best(True, fp8), self.best(False, fp8)
+        return peer[1] / mine[1] if mine and peer else None
 
     @property
     def ratio(self) -> float | None:
         """How many times as fast as the best peer octavo's best is; None where either is missing."""
-        mine, peer = self.best(True), self.best(False)
-        return peer[1] / mine[1] if mine and peer else None
+        return self.ratio_of(None)
 
 
 @dataclass
@@ -117,6 +126,16 @@ def _cells(records: Iterable[Record]) -> list[Cell]:
         cell = cells.setdefault((record.case, record.run), Cell(record.case, record.op, record.run))
         cell.records[record.backend] = record
     return sorted(cells.values(), key=lambda c: (OPS.index(c.op), _natural(c.case), c.run))
+
+
+def is_octavo(backend: str) -> bool:
+    """Whether a record's backend is octavo's: one of its own, or the side of an engine that runs octavo."""
+    engine, _, side = backend.partition("-")
+    return backend in BY_NAME or (side if engine in ENGINES else backend).startswith("octavo")
+
+
+def _in_fp8(record: Record) -> bool:
+    return str(record.spec.get("kv_dtype", "")).startswith("fp8")
 
 
 def size(part: str) -> tuple[str, int] | None:
@@ -220,7 +239,7 @@ def pairs(evidence: Evidence) -> list[Pair]:
                 continue
             parts = [part for part in cell.case.split("/")[1:] if part not in TORCH_DTYPES and not _is_layout(part)]
             by_cache = found.setdefault((cell.op, "/".join([cell.op, *parts]), cell.run), {})
-            of = by_cache.setdefault(kv_dtype.startswith("fp8"), {})
+            of = by_cache.setdefault(_in_fp8(record), {})
             of[name] = min(record.us, of.get(name, record.us))
     made = []
     for (op, case, _), by_cache in found.items():

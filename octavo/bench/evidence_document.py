@@ -16,6 +16,7 @@ from ..backends import BY_NAME
 from . import evidence as data
 from . import evidence_page, matrix
 from .evidence import OTHER_SHAPES, Cell, Evidence, Pair, model_of
+from .evidence_engines import CACHES, engine_gains, engine_steps
 from .evidence_page import plain, ratio
 from .records import OPS, Record, ceiling, rate
 from .report import Figure, percent, span
@@ -359,25 +360,40 @@ def _merged(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _engines(evidence: Evidence) -> list[str]:
-    cells = evidence.of_op("step")
-    if not cells:
+    steps = engine_steps(evidence)
+    if not steps:
         return []
-    names = list(dict.fromkeys(name for cell in cells for name in cell.records))
-    rows = []
-    for cell in cells:
-        rows.append([code(cell.case.removeprefix("step/"))])
-        for record in map(cell.records.get, names):
-            cache = "" if record is None else str(record.spec.get("kv_dtype", ""))
-            told = "" if record is None else evidence_page.word(record)
-            rows[-1].append(f"{record.us / 1e3:,.1f} {plain(cache)}" if record is not None and record.us else told)
-    return [
+    lines = [
         "## Whole engine steps",
         "",
         "Milliseconds of a step of the whole engine (all layers, weights, sampling, host) with each attention backend "
-        "and its cache, on dummy weights of the named shape. Prefill: until every prompt has its first token.",
+        "and its cache, on dummy weights of the named shape. Prefill: until every prompt has its first token. *FP8*, "
+        "*16 bits*, *all*: the time of the fastest side without octavo over that of octavo's fastest, of sides with "
+        "such a cache, or of any, in the same run; above 1 octavo is faster.",
         "",
-        *_table(["step, ms", *map(plain, names)], rows),
     ]
+    gains = [
+        [f"{plain(gain.engine)}, {plain(gain.phase)}", str(gain.steps), *map(ratio, gain.ratios.values())]
+        for gain in engine_gains(steps)
+    ]
+    lines += _table(["engine, geometric mean", "steps", *CACHES], gains) if gains else []
+    for engine in dict.fromkeys(step.engine for step in steps):
+        of = [step for step in steps if step.engine == engine]
+        names = list(dict.fromkeys(name for step in of for name in step.records))
+        rows = []
+        for step in of:
+            times = [_milliseconds(step.records.get(name)) for name in names]
+            shares = [ratio(step.ratios.get(name)) for name in CACHES]
+            rows.append([code(step.case), *times, *shares])
+        lines += _table([f"{plain(engine)}: step, ms", *map(plain, names), *CACHES], rows)
+    return lines
+
+
+def _milliseconds(record: Record | None) -> str:
+    """A step's time and its cache, or what became of it."""
+    if record is None or record.us is None:
+        return "" if record is None else evidence_page.word(record)
+    return f"{record.us / 1e3:,.1f} {plain(str(record.spec.get('kv_dtype', '')))}"
 
 
 def _starts(evidence: Evidence) -> list[str]:

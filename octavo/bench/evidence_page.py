@@ -6,10 +6,10 @@ import html
 from collections.abc import Iterator
 from typing import Any
 
-from ..backends import BY_NAME
 from . import evidence as data
 from . import plots, report
-from .evidence import Evidence
+from .evidence import Evidence, is_octavo
+from .evidence_engines import CACHES, engine_gains, engine_steps
 from .records import COMPUTE_BOUND, Record, ceiling, rate
 
 # Octavo's in warm colours, others in cold ones; told apart by their markers too.
@@ -36,6 +36,8 @@ def page(evidence: Evidence) -> str:
         "evidence.html",
         summary=data.summary(evidence),
         gains=data.cache_gains(data.pairs(evidence)),
+        engines=engine_gains(engine_steps(evidence)),
+        caches=list(CACHES),
         tables=[_table(evidence, op) for op in dict.fromkeys(cell.op for cell in evidence.cells)],
         speed_figures=list(speed_figures(evidence)),
         accuracy_figure=accuracy_figure(evidence),
@@ -67,7 +69,7 @@ def speed_figures(evidence: Evidence) -> Iterator[report.Figure]:
     found = []
     for op in dict.fromkeys(cell.op for cell in evidence.cells):
         for (subject, batch), by_backend in data.series(evidence, op).items():
-            alone = all(name in BY_NAME for name in by_backend)
+            alone = all(is_octavo(name) for name in by_backend)
             other = bool({"tp8", "bfloat16", "exact"} & set(subject.split("/")))
             found.append(((alone, other, abs(batch - 64) if batch else 0), op, subject, batch, by_backend))
     for _, op, subject, batch, by_backend in sorted(found, key=lambda one: one[0])[:MOST_FIGURES]:
