@@ -262,6 +262,27 @@ def test_the_environment_is_of_what_is_installed(monkeypatch, tmp_path):
     assert "commit" not in records.environment()  # whatever repository it is installed into
 
 
+def test_a_record_says_which_kernels_it_is_of(monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "octavo" / "bench" / "records.py"))
+    kernel = tmp_path / "octavo" / "kernels" / "triton" / "decode.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("one = 1\n")
+    first = records.environment()["kernels"]
+    (tmp_path / "octavo" / "bench").mkdir()
+    (tmp_path / "octavo" / "bench" / "records.py").write_text("elsewhere\n")
+    assert records.environment()["kernels"] == first and len(first) == 12
+    kernel.write_text("one = 2\n")
+    assert records.environment()["kernels"] != first
+
+
+def test_a_changed_checkout_is_told_from_its_commit(monkeypatch):
+    said = {"rev-parse": "abc1234", "status": " M octavo/kernels/triton/decode.py"}
+    monkeypatch.setattr(records, "_output", lambda command: said.get(command[3], ""))
+    assert records.environment()["commit"] == "abc1234-dirty"
+    said["status"] = ""
+    assert records.environment()["commit"] == "abc1234"
+
+
 TWINS = ("--models", "llama-3.1-70b,qwen3-32b", "--tp", "8", "--ops", "decode,append")
 
 

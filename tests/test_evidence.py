@@ -127,6 +127,15 @@ def test_a_point_of_a_figure_is_of_one_case_for_all_backends(tmp_path):
         ("llama/tp1/n4", 64): ["gluon"],
     }
     assert verify["llama/tp1/n2", 64]["gluon"][8192].us == 8192
+    plain = [record(f"decode/llama/tp1/b64/ctx{t}", "gluon", 5.0) for t in (1024, 8192)]
+    after = [
+        replace(one, case=f"append+{one.case}", backend=name, us=9.0) for one in plain for name in ("gluon", "xqa")
+    ]
+    decode = evidence.series(evidence.read([write(tmp_path / "d.jsonl", after + plain)]), "decode")
+    assert {key: (sorted(of), of["gluon"][1024].us) for key, of in decode.items()} == {
+        ("llama/tp1/append", 64): (["gluon", "xqa"], 9.0),
+        ("llama/tp1", 64): (["gluon"], 5.0),
+    }
     (prefill,) = evidence.series(found, "prefill").values()
     assert prefill["gluon"][1024].case == prefill["fa3"][1024].case == "prefill/llama/tp1/b4/q1024/ctx1024"
     assert prefill["gluon"][8192].case == "prefill/llama/tp1/b1/q8192/ctx8192"

@@ -190,8 +190,9 @@ def summary(evidence: Evidence) -> list[dict[str, Any]]:
 def series(evidence: Evidence, op: str) -> dict[tuple[str, int], dict[str, dict[int, Record]]]:
     """Timed records by (subject, batch), backend and context: what speed-against-context figures are drawn from.
 
-    Query rows of a sequence, where there are several, are part of the subject. A point is of one case for all backends:
-    of several with one context, that which most were timed in, or the largest. Only those with two contexts or more.
+    Query rows of a sequence, where there are several, and an append before it are part of the subject. A point is of
+    one case for all backends: of several with one context, that which most were timed in, or the largest. Only those
+    with two contexts or more.
     """
     cases: dict[tuple[str, int], dict[int, dict[str, dict[str, Record]]]] = {}
     for cell in evidence.of_op(op):
@@ -199,6 +200,7 @@ def series(evidence: Evidence, op: str) -> dict[tuple[str, int], dict[str, dict[
         timed = {name: record for name, record in cell.records.items() if record.us is not None}
         if timed and "ctx" in sizes:
             subject = cell.subject + (f"/n{sizes['n']}" if "n" in sizes else "")
+            subject += "/append" if cell.case.startswith("append+") else ""
             # A prefill step has fewer sequences the longer they are: one line for all of them.
             key = (subject, 0 if op == "prefill" else sizes.get("b", 0))
             cases.setdefault(key, {}).setdefault(sizes["ctx"], {}).setdefault(cell.case, {}).update(timed)
@@ -237,8 +239,8 @@ def pairs(evidence: Evidence) -> list[Pair]:
             kv_dtype = record.spec.get("kv_dtype")
             if record.us is None or not isinstance(kv_dtype, str) or cell.op in ("append", "step", "start"):
                 continue
-            parts = [part for part in cell.case.split("/")[1:] if part not in TORCH_DTYPES and not _is_layout(part)]
-            by_cache = found.setdefault((cell.op, "/".join([cell.op, *parts]), cell.run), {})
+            parts = [part for part in cell.case.split("/") if part not in TORCH_DTYPES and not _is_layout(part)]
+            by_cache = found.setdefault((cell.op, "/".join(parts), cell.run), {})
             of = by_cache.setdefault(_in_fp8(record), {})
             of[name] = min(record.us, of.get(name, record.us))
     made = []

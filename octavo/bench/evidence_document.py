@@ -195,7 +195,7 @@ def _speed(evidence: Evidence, group: str) -> list[Figure]:
         def rank(one: tuple[tuple[str, int], dict[str, dict[int, Record]]]) -> tuple[bool, int, int, str]:
             (subject, batch), of = one
             words = set(subject.split("/"))
-            return bool(words & {"tp8", "bfloat16", "exact"}), -len(of), abs(batch - 64), subject
+            return bool(words & {"tp8", "bfloat16", "exact", "append"}), -len(of), abs(batch - 64), subject
 
         if found:
             (subject, batch), of = min(found, key=rank)

@@ -70,7 +70,7 @@ def speed_figures(evidence: Evidence) -> Iterator[report.Figure]:
     for op in dict.fromkeys(cell.op for cell in evidence.cells):
         for (subject, batch), by_backend in data.series(evidence, op).items():
             alone = all(is_octavo(name) for name in by_backend)
-            other = bool({"tp8", "bfloat16", "exact"} & set(subject.split("/")))
+            other = bool({"tp8", "bfloat16", "exact", "append"} & set(subject.split("/")))
             found.append(((alone, other, abs(batch - 64) if batch else 0), op, subject, batch, by_backend))
     for _, op, subject, batch, by_backend in sorted(found, key=lambda one: one[0])[:MOST_FIGURES]:
         yield speed_figure(op, subject, batch, by_backend)

@@ -7,6 +7,7 @@ environment it was measured in.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -241,8 +242,9 @@ def _not_finite(value: Any) -> bool:
 
 
 def environment(device: Any = None) -> dict[str, str]:
-    """What a figure depends on: GPU or processor, torch, triton, driver and octavo versions, and the commit if there is
-    one.
+    """What a figure depends on: GPU or processor, versions of torch, triton, driver, octavo, a digest of its kernels.
+
+    In a checkout the commit too, "-dirty" where octavo or its benchmarks differ from it.
     """
     import torch
 
@@ -255,12 +257,22 @@ def environment(device: Any = None) -> dict[str, str]:
         env["cpu"] = platform.processor() or platform.machine()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # kernels import it later than this is asked
         env["triton"] = importlib.metadata.version("triton")
+    env["kernels"] = kernels_digest()
     home = Path(__file__).parents[2]
     # An installed package has none of its own; the folder it is installed into may lie in somebody else's repository.
     commit = _output(["git", "-C", str(home), "rev-parse", "--short", "HEAD"]) if (home / ".git").exists() else ""
     if commit:
-        env["commit"] = commit
+        changed = _output(["git", "-C", str(home), "status", "--porcelain", "--", "octavo", "benchmarks"])
+        env["commit"] = commit + ("-dirty" if changed else "")
     return env
+
+
+def kernels_digest() -> str:
+    """12 hexadecimal digits of a SHA-256 over the names and sources of octavo/kernels: which kernels a figure is of."""
+    folder, digest = Path(__file__).parents[1] / "kernels", hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _output(command: list[str]) -> str:
