@@ -181,8 +181,7 @@ def _caches(spec: AttentionSpec, device: torch.device) -> list[PagedCache]:
     """Caches of one page: without scales, and with them, which an engine may have even where all are 1."""
     caches = [PagedCache.allocate(spec, 1, device)]
     if spec.fp8 and caches[0].k_scale is None:
-        scale = 1.0
-        caches.append(PagedCache.allocate(spec, 1, device, k_scale=scale, v_scale=scale))
+        caches.append(PagedCache.allocate(spec, 1, device, k_scale=1.0, v_scale=1.0))
     return caches
 
 
