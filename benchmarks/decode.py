@@ -28,18 +28,14 @@ SMALL, LARGE = 600e6, 2e9  # bytes of a cell: the two groups whose means are tol
 # octavo's fastest page sizes. A token's V is bytes a page apart: with two of them in a line of memory an append is
 # sooner done, which counts where contexts are SHORT.
 PAGE_SIZE, APPEND_PAGE_SIZE, SHORT = 128, 64, 4096
-
-
-def shapes(page_size: int) -> list[AttentionSpec]:
-    """Heads that models have."""
-    return [AttentionSpec(heads, 8, dim, page_size=page_size) for heads, dim in ((32, 128), (64, 128), (64, 64))]
+SPECS = [AttentionSpec(q, 8, dim, page_size=PAGE_SIZE) for q, dim in ((32, 128), (64, 128), (64, 64))]  # of models
 
 
 def grid(arguments: argparse.Namespace) -> Iterator[cases.Case]:
     """Attention alone and with an append, smallest first: a run that is cut short lacks the largest of each shape."""
     cells = [(b, n) for b in numbers(arguments.batches) for n in numbers(arguments.contexts)]
     for batch, context in sorted(cells, key=math.prod):
-        for spec in shapes(PAGE_SIZE):
+        for spec in SPECS:
             yield cases.decode(spec, batch, context)
             if arguments.append:
                 if context <= SHORT:

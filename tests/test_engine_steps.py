@@ -186,7 +186,7 @@ class StandInEngine:
             if self.fails:
                 raise RuntimeError("the engine is gone")
             return [{"text": "yes", "output_ids": [7, 8]} for _ in asked["prompt"]]
-        entries = [(math.log(0.25), token, None) for token in range(in_sglang.WINDOW)]
+        entries = [(math.log(0.25), token, None) for token in range(sides.WINDOW)]
         return [{"meta_info": {"input_token_logprobs": entries}} for _ in asked["input_ids"]]
 
 

@@ -26,11 +26,10 @@ import zlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from . import sides as running
-from .sides import LLAMA_8B, PROMPTS, path
+from .sides import LLAMA_8B, path
 
 TEXT_SIDES = (
     "triton:auto",
@@ -54,7 +53,6 @@ LOCAL = {
     "HOST_IP": "127.0.0.1",
     "no_proxy": "*",
 }
-WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 CHUNK = 512  # of a prompt that text sides read: a window is cut in two
 FIRST_PORT, END_PORT = 12000, 32000  # below what Linux gives to outgoing connections
 MOST_SIDES = 16  # of a driver, with two ports each
@@ -268,9 +266,7 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def perplexity(engine: Any, tokenizer: Any) -> dict[str, Any]:
     """Over windows of a text that Python brings, each token but the first of a window scored."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    windows = [ids[5000 * i : 5000 * i + WINDOW] for i in range(WINDOWS)]
+    windows = running.windows(tokenizer)
     one = {"temperature": 0.0, "max_new_tokens": 1}
     scored = engine.generate(input_ids=windows, sampling_params=one, return_logprob=True, logprob_start_len=0)
     lost = [-entry[0] for s in scored for entry in s["meta_info"]["input_token_logprobs"][1:]]
@@ -279,8 +275,7 @@ def perplexity(engine: Any, tokenizer: Any) -> dict[str, Any]:
 
 def answers(engine: Any, tokenizer: Any) -> dict[str, Any]:
     """Greedy answers, and whether they are the same once more, from cached prefixes."""
-    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    chats = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
+    chats = running.chats(tokenizer)
     greedy = {"temperature": 0.0, "max_new_tokens": 64}
     first, again = (engine.generate(prompt=chats, sampling_params=greedy) for _ in range(2))
     tokens = [a["output_ids"] for a in first]

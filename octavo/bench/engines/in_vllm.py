@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from . import sides as running
-from .sides import LLAMA_8B, PROMPTS, path
+from .sides import LLAMA_8B, PROMPTS, WINDOW, path
 
 BACKENDS = {"octavo": "CUSTOM", "octavo-triton": "CUSTOM", "triton": "TRITON_ATTN", "flash": "FLASH_ATTN"}
 TEXT_SIDES = (
@@ -45,7 +45,6 @@ GIB = 1 << 30
 WEIGHTS_GIB, OVERHEAD_GIB = 15.0, 4.0  # of an engine with Llama-3.1-8B's shapes, beside its cache
 SMALL_GIB = 9.0  # of an engine that writes text
 STEP_TOKENS = 8192  # of a prefill step
-WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,8 +174,6 @@ def options(side: str) -> dict[str, Any]:
 
 def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
     """Greedy answers, the same once more (of cached tokens, if any), and perplexity over a text that Python brings."""
-    from pydoc_data.topics import topics
-
     if arguments.side.endswith(":serve"):
         return serve_text(arguments)
     from vllm import LLM, SamplingParams
@@ -191,17 +188,14 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
         **{"max_num_batched_tokens": STEP_TOKENS, **options(arguments.side)},
     )
     tokenizer = llm.get_tokenizer()
-    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    chats = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
+    chats = running.chats(tokenizer)
     greedy = SamplingParams(temperature=0.0, max_tokens=64, logprobs=2)
     clock = Clock(llm)
     first = llm.generate(chats, greedy, use_tqdm=False)
     steps = len(clock.steps)
     again = llm.generate(chats, greedy, use_tqdm=False)
     answers = [answer.outputs[0] for answer in first]
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    windows = [ids[5000 * i : 5000 * i + WINDOW] for i in range(WINDOWS)]
+    windows = running.windows(tokenizer)
     one = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     scored = llm.generate([{"prompt_token_ids": w} for w in windows], one, use_tqdm=False)
     pairs = zip(windows, scored, strict=True)

@@ -44,6 +44,7 @@ PROMPTS = (
     "Explain what a Python list is in two sentences.",
     f"What is this text about?\n\n{topics['assert']}",  # of several pages
 )
+WINDOWS, WINDOW = 8, 1024  # of the perplexity text
 
 
 def parser_of(description: str | None, package: str) -> argparse.ArgumentParser:
@@ -82,6 +83,19 @@ def collect(sides: Sequence[str], logs: Path | None, work: Path) -> dict[str, di
         for log in work.glob("*.log"):
             (logs / log.name).write_bytes(log.read_bytes()[-200_000:])
     return {side: result(work, side) for side in sides}
+
+
+def chats(tokenizer: Any) -> list[str]:
+    """The prompts as a model's chat template has them."""
+    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    return [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
+
+
+def windows(tokenizer: Any) -> list[list[int]]:
+    """Token ids of WINDOWS windows, apart from each other, of a text that Python brings."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return [ids[5000 * i : 5000 * i + WINDOW] for i in range(WINDOWS)]
 
 
 def write_json(found: dict[str, Any], out: Path) -> None:

@@ -9,7 +9,7 @@ makes explicit:
   the same program narrows over the row itself, or over the lists; so do ties in their thousands.
 * Order. Numbers are compared as fp32 or as integers of the same order (-0 equals 0, NaN is below -inf and is never
   chosen). Places of chosen elements are prefix sums over the index, so ties go to the lower index and repeats agree.
-* Rows that fit in registers are not listed, and where a row is that short, or rows are many, there is one launch.
+* Rows that fit in registers are not listed: there is one launch. Where rows are many a program takes whole ones.
 """
 
 from __future__ import annotations
