@@ -5,14 +5,17 @@
 
 Inputs are made on the CPU and copied, so that nearly every kernel of the process is octavo's; workspaces and outputs
 stay as cudaMalloc returns them, so that initcheck sees what is read before it is written. Results are compared as
-anywhere else. Each tool runs each group of launches in a process of its own, all at the same time.
+anywhere else. Each group is launched once without a tool, by several processes, which compile its kernels; then each
+tool runs each group in a process of its own, all at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +41,11 @@ from . import bounds, fuzz, indexer_support
 from .inputs import Batch, slots_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-GROUPS = ("triton", "gluon", "indexer")
+ALONE = "no tool"
+GROUPS = ("triton", "gluon", "indexer", "topk")
+PARTS = 6  # of a group's launches without a tool
 FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+TOPK = ((3, 700, 64), (2, 20000, 512), (40, 9000, 2048))  # held in registers, in slices, whole rows in turn
 CPU, NOTHING = torch.device("cpu"), float("-inf")
 MORE_OF_HOPPER = (
     AttentionSpec(16, 2, 128, max_query_len=8, lse=True),
@@ -49,6 +55,15 @@ MORE_OF_HOPPER = (
     AttentionSpec(64, 2, 128, page_size=128, out_dtype="float32"),
     AttentionSpec(8, 2, 128, batch_invariant=True, page_size=32, max_query_len=2),
 )
+
+
+class Running(NamedTuple):
+    """A tool, or none, over a group of launches."""
+
+    tool: str
+    group: str
+    log: Path
+    process: subprocess.Popen[bytes]
 
 
 def steps(spec: AttentionSpec) -> Iterator[fuzz.Example]:
@@ -182,16 +197,14 @@ def indexer_faults(spec: Any, device: torch.device) -> Iterator[str]:
                     yield f"{backend} {operation}: {wrong}"
 
 
-def topk_faults(device: torch.device) -> Iterator[str]:
-    """What is wrong with the choice of the k largest: short rows, long ones, rows of equal numbers."""
-    for rows, width, k in ((3, 700, 64), (2, 20000, 512), (40, 9000, 2048)):
-        logits = torch.randn(rows, width)
-        logits[1, : width // 2] = 1.5
-        lens = torch.full((rows,), width, dtype=torch.int32)
-        lens[0] = width // 3
-        got = topk_indices(logits.to(device), lens.to(device), k).cpu()
-        if not torch.equal(got, topk_indices(logits, lens, k, backend="reference")):
-            yield f"topk of {rows} x {width}: other indices"
+def topk_faults(rows: int, width: int, k: int, device: torch.device) -> list[str]:
+    """What is wrong with the choice of the k largest of rows, one of which has many equal numbers."""
+    logits = torch.randn(rows, width)
+    logits[1, : width // 2] = 1.5
+    lens = torch.full((rows,), width, dtype=torch.int32)
+    lens[0] = width // 3
+    got = topk_indices(logits.to(device), lens.to(device), k).cpu()
+    return [] if torch.equal(got, topk_indices(logits, lens, k, backend="reference")) else ["other indices"]
 
 
 def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[], list[str]]]]:
@@ -199,7 +212,10 @@ def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[
     if group == "indexer":
         for spec in indexer_support.SPECS:
             yield f"indexer {spec}", lambda spec=spec: list(indexer_faults(spec, device))
-        yield "topk", lambda: list(topk_faults(device))
+        return
+    if group == "topk":
+        for rows, width, k in TOPK:
+            yield f"topk of {rows} x {width}", lambda shape=(rows, width, k): topk_faults(*shape, device)
         return
     hopper = Device.named("h200")
     for spec in (*fuzz.GPU_SPECS, *(MORE_OF_HOPPER if group == "gluon" else ())):
@@ -213,10 +229,14 @@ def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[
         yield "merge_states", lambda: merge_faults(device)
 
 
-def launch(group: str, device: torch.device) -> int:
-    """Make every launch of a group; print what is wrong and how many there were. Returns how many are wrong."""
+def launch(group: str, device: torch.device, part: int = 0, parts: int = 1) -> int:
+    """Make every launch of a group, or one of `parts` of them; print what is wrong and how many there were.
+
+    Launches of a spec follow each other, so a part is a run of them. Returns how many are wrong.
+    """
     count = wrong = 0
-    for label, made in launches(group, device):
+    every = list(launches(group, device))
+    for label, made in every[part * len(every) // parts : (part + 1) * len(every) // parts]:
         try:
             found = made()
         except Exception as error:  # the next launch tells whether the device is lost
@@ -230,43 +250,71 @@ def launch(group: str, device: torch.device) -> int:
 
 
 def check(tools: list[str], groups: list[str], out: Path | None, seconds: float) -> int:
-    """Run every tool over every group side by side; print a summary. Returns how many have findings."""
-    started = time.monotonic()
+    """Run every group alone, then every tool over every group side by side; print a line for each as it ends.
+
+    What is not done after `seconds` is stopped and said so. Returns how many have findings or did not finish.
+    """
+    deadline = time.monotonic() + seconds
     lines, bad = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        for tool, group, log, process in started_in(Path(folder), tools, groups):
-            try:
-                process.wait(max(1.0, seconds - (time.monotonic() - started)))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            text = log.read_text(errors="replace")
-            counted = [int(a or b) for a, b in FOUND.findall(text)]
-            ran = re.search(rf"^{group}: .* wrong$", text, re.M)
-            clean = bool(counted) and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)
-            bad += not clean
-            told = f"{counted[-1]} findings" if counted else "no summary: it was stopped, or did not start"
-            lines.append(f"{tool:10} {told:14} {ran.group(0) if ran else group + ': not finished'}")
-            if not clean:
-                lines += [f"  {line}" for line in text.splitlines()[:80]]
-    print("\n".join(lines), flush=True)
+        for among in ([ALONE], tools):
+            for (tool, group, log, _), took in ended(started_in(Path(folder), among, groups), deadline):
+                text = log.read_text(errors="replace")
+                found, told = finding(text, tool, group, took)
+                bad += found
+                lines.append(told)
+                print(told, flush=True)
+                if found:
+                    lines += [f"  {line}" for line in text.splitlines()[:80]]
     if out is not None:
         report.write(out, "\n".join(lines) + "\n")
     return bad
 
 
-def started_in(folder: Path, tools: list[str], groups: list[str]) -> list[tuple[str, str, Path, Any]]:
-    """Every tool over every group as a process whose log lies in `folder`: (tool, group, log, process)."""
+def finding(text: str, tool: str, group: str, took: float | None) -> tuple[bool, str]:
+    """Whether a log shows anything but a clean end, and a line that says what it shows."""
+    counted = [int(a or b) for a, b in FOUND.findall(text)]
+    ran = re.search(rf"^{group}: .* wrong$", text, re.M)
+    clean = took is not None and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)
+    clean = clean and (bool(counted) or tool == ALONE)
+    told = "" if tool == ALONE else f"{counted[-1]} findings" if counted else "no summary"
+    when = "stopped" if took is None else f"{took:.0f} s"
+    return not clean, f"{tool:10} {told:14} {ran.group(0) if ran else group + ': not finished'}, {when}"
+
+
+def ended(running: list[Running], deadline: float) -> Iterator[tuple[Running, float | None]]:
+    """Each process as it ends, and after how many seconds. At the deadline the rest is stopped, seconds None."""
+    started = time.monotonic()
+    while running:
+        over = time.monotonic() > deadline
+        for one in list(running):
+            took = None if one.process.poll() is None else time.monotonic() - started
+            if took is None:
+                if not over:
+                    continue
+                os.killpg(one.process.pid, signal.SIGKILL)  # a tool's target is a process of its own
+                one.process.wait()
+            running.remove(one)
+            yield one, took
+        time.sleep(0.1)
+
+
+def started_in(folder: Path, tools: list[str], groups: list[str]) -> list[Running]:
+    """Every tool over every group as a process whose log lies in `folder`; without a tool, a group in parts."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     running = []
-    for tool in tools:
-        for group in groups:
-            log = folder / f"{tool}-{group}.txt"
-            command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    for tool, group in itertools.product(tools, groups):
+        parts = PARTS if tool == ALONE else 1
+        for part in range(parts):
+            log = folder / f"{tool}-{group}-{part}.txt"
+            command = [] if tool == ALONE else ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
             command += [sys.executable, "-m", "octavo.testing.sanitize", "--launch", group]
+            command += ["--part", str(part), "--parts", str(parts)]
             with log.open("w") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-            running.append((tool, group, log, process))
+                process = subprocess.Popen(
+                    command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
+            running.append(Running(tool, group, log, process))
     return running
 
 
@@ -274,6 +322,8 @@ def main() -> None:
     """Launch a group, or run tools over groups."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launch", choices=GROUPS, help="only make the launches of this group")
+    parser.add_argument("--part", type=int, default=0, help="of the group's launches, from 0")
+    parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--groups", default=",".join(GROUPS))
@@ -282,7 +332,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.launch:
-        sys.exit(bool(launch(arguments.launch, torch.device(arguments.device))))
+        wrong = launch(arguments.launch, torch.device(arguments.device), arguments.part, arguments.parts)
+        sys.exit(bool(wrong))
     sys.exit(bool(check(arguments.tools.split(","), arguments.groups.split(","), arguments.out, arguments.seconds)))
 
 
