@@ -67,24 +67,21 @@ def test_a_key_counts_only_if_every_token_of_it_comes_first(tokenizer, monkeypat
     answer = retrieval.prompts(tokenizer, 200, 4)[1][0]
 
     def scored(sides, tokens, **_):
-        top = torch.ones(1, tokens.shape[1] - 1, dtype=torch.bool)
+        calls.append(len(tokens))
+        top = torch.ones(len(tokens), tokens.shape[1] - 1, dtype=torch.bool)
         missed = top.clone()
-        missed[0, -answer] = False
+        missed[::2, -answer] = False
         before = top.clone()
-        before[0, :-answer] = False  # what comes before the answer does not matter
-        return passes.Scores(top={"16-bit": before, "fp8": missed if scored.calls % 2 else top})
+        before[:, :-answer] = False  # what comes before the answer does not matter
+        return passes.Scores(top={"16-bit": before, "fp8": missed})
 
-    scored.calls = 0
-
-    def counted(*arguments, **keywords):
-        scored.calls += 1
-        return scored(*arguments, **keywords)
-
-    monkeypatch.setattr(passes, "score_windows", counted)
+    calls: list[int] = []
+    monkeypatch.setattr(passes, "score_windows", scored)
     sides = [passes.Side("16-bit", None, lambda _: None), passes.Side("fp8", None, lambda _: None)]
     (found,) = retrieval.measure(sides, tokenizer, [200], 4)
     assert found["right"] == {"16-bit": [True] * 4, "fp8": [False, True, False, True]}
     assert found["figures"]["fp8"]["right"]["value"] == 0.5 and found["figures"]["fp8"]["change"]["value"] == -0.5
+    assert calls == [4], "trials go together"
     assert found["figures"]["16-bit"] == {"right": {"value": 1.0, "low": 1.0, "high": 1.0}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -85,16 +86,19 @@ def test_every_cell_of_the_matrix_is_in_one_group():
 def test_a_first_call_of_what_cannot_run_raises_and_is_dropped_in_a_process():
     with pytest.raises(Unsupported, match="measured for prefill"):
         ahead.call_once((CASES[0], "flashinfer-fa3"), CPU)
-    done: list[int] = []
-    in_processes(ahead.call_once, [[(CASES[0], "flashinfer-fa3"), (CASES[0], "reference")]], CPU, 1, done.append)
-    assert done == [2]
+    group = [(CASES[0], "flashinfer-fa3"), (CASES[0], "reference")]
+    assert list(in_processes(ahead.call_once, [group], CPU, 1)) == [(0, [None, None])]
 
 
-def test_processes_make_the_calls_and_are_told_of():
-    done: list[int] = []
-    groups = [[(CASES[0], "reference")] * 2, [(CASES[3], "reference")]]
-    in_processes(ahead.call_once, groups, CPU, 2, done.append)
-    assert sorted(done) == [1, 2]
+def _root(item: float, device: torch.device) -> tuple[float, str]:
+    """A result; raises for a negative item."""
+    return math.sqrt(item), str(device)
+
+
+def test_processes_give_results_of_every_group():
+    groups = [[4.0, -1.0], [9.0], []]
+    found = dict(in_processes(_root, groups, CPU, 2))
+    assert found == {0: [(2.0, "cpu"), None], 1: [(3.0, "cpu")], 2: []}
 
 
 class _Fatal:
@@ -105,10 +109,8 @@ class _Fatal:
 
 
 def test_a_process_that_dies_loses_its_own_group_alone():
-    done: list[int] = []
     groups: Any = [[(_Fatal(), "triton")] * 3, [(CASES[3], "reference")], [(CASES[0], "reference")] * 2]
-    in_processes(ahead.call_once, groups, CPU, 1, done.append)
-    assert done == [3, 1, 2]
+    assert list(in_processes(ahead.call_once, groups, CPU, 1)) == [(0, None), (1, [None]), (2, [None, None])]
 
 
 class _Slow:
@@ -120,16 +122,15 @@ class _Slow:
 
 def test_what_takes_too_long_is_left_and_no_process_stays():
     started = time.monotonic()
-    in_processes(ahead.call_once, [[(_Slow(), "triton")]] * 2, CPU, 2, most_seconds=0.5)  # type: ignore[list-item]
+    assert list(in_processes(ahead.call_once, [[(_Slow(), "triton")]] * 2, CPU, 2, most_seconds=0.5)) == []  # type: ignore[list-item]
     assert time.monotonic() - started < 30 and multiprocessing.active_children() == []
 
 
 def test_an_interrupt_ends_it():
-    def stop(_: int) -> None:
-        raise KeyboardInterrupt
-
+    groups: Any = [[(CASES[3], "reference")], [(_Slow(), "triton")]]
     with pytest.raises(KeyboardInterrupt):
-        in_processes(ahead.call_once, [[(CASES[3], "reference")], [(_Slow(), "triton")]], CPU, 2, stop)  # type: ignore[list-item]
+        for _ in in_processes(ahead.call_once, groups, CPU, 2):
+            raise KeyboardInterrupt
     assert multiprocessing.active_children() == []
 
 
@@ -150,9 +151,10 @@ def test_measuring_compiles_nothing_afterwards(tmp_path, monkeypatch):
     ]
     device = torch.device("cuda")
     cells = [(case, backends_of(case, Device.of(device), peers=False)) for case in some]
-    done: list[int] = []
-    in_processes(ahead.call_once, ahead.groups(cells), device, 4, done.append)
+    done = list(in_processes(ahead.call_once, ahead.groups(cells), device, 4))
     with watched() as found:
         records = [r for case, backends in cells for r in compare(case, backends, device, run="r", seconds=0.001)]
-    assert sum(done) == len(records) and all(r.us for r in records), [r.error for r in records]
+    assert sum(len(results or ()) for _, results in done) == len(records) and all(r.us for r in records), [
+        r.error for r in records
+    ]
     assert found.compiled == [] and found.cached

@@ -18,7 +18,7 @@ from rich.text import Text  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from octavo.cli.main import app  # noqa: E402
-from octavo.cli.progress import for_messages, for_tables, show_table  # noqa: E402
+from octavo.cli.progress import for_tables, show_table  # noqa: E402
 from octavo.reference import decode as reference_decode  # noqa: E402
 from octavo.testing import indexer_support, support  # noqa: E402
 from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
@@ -190,34 +190,42 @@ def test_a_wrong_indexer_is_seen(operation, monkeypatch):
     assert fault.startswith(f"{operation}: ")
 
 
-def test_what_compiles_is_compiled_first_in_processes(monkeypatch: pytest.MonkeyPatch):
+def test_processes_run_what_compiles_and_this_one_the_rest(monkeypatch: pytest.MonkeyPatch):
     from octavo.bench import processes
     from octavo.cli import check as command
     from octavo.testing import support
 
     asked: list[Any] = []
 
-    def recorded(function, of, device, jobs, advance):
-        asked.append((function, of, jobs))
+    def recorded(function, groups, device, jobs, most_seconds):
+        """As if every third process had died and every third check had raised."""
+        asked.append((groups, jobs))
+        for number, group in enumerate(groups):
+            yield number, [function(group[0], device)] if number % 3 == 0 else [None] if number % 3 == 1 else None
 
+    cpu = torch.device("cpu")
     monkeypatch.setattr(processes, "in_processes", recorded)
-    todo = support.checks(torch.device("cpu"), True)
-    command._compile(todo, True, None, torch.device("cpu"), None, for_messages())
-    assert asked == [], "a CPU compiles nothing"
-    command._compile(todo, True, None, torch.device("cpu"), 3, for_messages())
-    ((function, of, jobs),) = asked
-    assert jobs == 3 and len({i for ((_, _, i),) in of}) == len(of) > 10
-    assert {todo[i].backend for ((_, _, i),) in of if todo[i].op != "append"} == {"gluon", "triton"}
-    assert sum(one.op == "append" for one in todo) == sum(todo[i].op == "append" for ((_, _, i),) in of)
-    function(of[0][0], torch.device("cpu"))
+    todo = support.checks(cpu, True)
+    ran: list[str] = []
+    monkeypatch.setattr(
+        support.Check, "run", lambda self: ran.append(self.backend) or (self.op, self.cell, self.backend)
+    )
+    command._checks.cache_clear()
+    want = {i: (one.op, one.cell, one.backend) for i, one in enumerate(todo)}
+    assert dict(command._outcomes(todo, True, None, cpu, None)) == want and asked == [], "a CPU compiles nothing"
+    ran.clear()
+    assert dict(command._outcomes(todo, True, None, cpu, 3)) == want
+    ((groups, jobs),) = asked
+    assert jobs == 3 and {todo[i].backend for ((_, _, i),) in groups} == {"gluon", "triton", "chosen"}
+    assert len(ran) == len(todo), "each once"
 
 
 def test_processes_run_checks():
     from octavo.bench.processes import in_processes
     from octavo.cli import check as command
+    from octavo.testing import support
 
-    done: list[int] = []
-    in_processes(
-        command._run_one, [[(True, "reference", 0)], [(True, "reference", 1)]], torch.device("cpu"), 2, done.append
-    )
-    assert done == [1, 1]
+    cpu = torch.device("cpu")
+    todo = support.checks(cpu, True, "reference")
+    found = dict(in_processes(command._run_one, [[(True, "reference", i)] for i in range(2)], cpu, 2))
+    assert found == {i: [todo[i].run()] for i in range(2)}

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,27 +19,27 @@ MOST_SECONDS = 150.0
 
 
 def in_processes(
-    function: Callable[[Any, torch.device], object],
-    of: Sequence[Sequence[Any]],
+    function: Callable[[Any, torch.device], Any],
+    groups: Sequence[Sequence[Any]],
     device: torch.device,
     jobs: int,
-    advance: Callable[[int], None] = lambda _: None,
     most_seconds: float = MOST_SECONDS,
-) -> None:
-    """function(item, device) of every item, a group in one process, `jobs` processes at a time; results are dropped.
+) -> Iterator[tuple[int, list[Any] | None]]:
+    """function(item, device) of every item, a group in one process, `jobs` processes at a time.
 
-    advance(items) is told of every group that is over. A process that dies loses its own group alone; what is not done
-    within `most_seconds` is left, and no process outlives the call. `function` is one that other processes can import.
+    Yields (number of a group, its results) as groups end: None for an item that raised, and in place of all for a group
+    whose process died, which loses no other. What is not done within `most_seconds` is left, and no process outlives
+    the call. `function` is one that other processes can import, its results can be pickled.
     """
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU that its parent has used
-    waiting, until = deque(of), time.monotonic() + most_seconds
+    waiting, until = deque(range(len(groups))), time.monotonic() + most_seconds
     processes: list[BaseProcess] = []
-    held: dict[Connection, Sequence[Any]] = {}  # the group that each process is at
+    held: dict[Connection, int] = {}  # the group that each process is at
 
     def hand(connection: Connection) -> None:
         held[connection] = waiting.popleft()
         with contextlib.suppress(OSError):  # it has died: its end says so
-            connection.send(held[connection])
+            connection.send(groups[held[connection]])
 
     try:
         while waiting or held:
@@ -53,27 +53,30 @@ def in_processes(
             if not ready:
                 return
             for connection in held.keys() & set(ready):
-                advance(len(held.pop(connection)))
+                group, results = held.pop(connection), None
                 with contextlib.suppress(EOFError, OSError):
-                    connection.recv()
+                    results = connection.recv()
                     if waiting:
                         hand(connection)
+                yield group, results
     finally:
         for process in processes:
             process.terminate()
             process.join()
 
 
-def _work(connection: Connection, function: Callable[[Any, torch.device], object], device: str) -> None:
+def _work(connection: Connection, function: Callable[[Any, torch.device], Any], device: str) -> None:
     """In a process of its own: every group that comes."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
+            results = []
             for item in connection.recv():
+                results.append(None)
                 with contextlib.suppress(Exception):
-                    function(item, torch.device(device))
-            connection.send(None)
+                    results[-1] = function(item, torch.device(device))
+            connection.send(results)
 
 
 def jobs_for(device: torch.device) -> int:

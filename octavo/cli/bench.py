@@ -229,7 +229,8 @@ class _Run:
             return
         started = time.perf_counter()
         with bar(self.progress, "Compiling", sum(map(len, found))) as advance:
-            in_processes(ahead.call_once, found, self.device, self.how.jobs, advance)
+            for group, _ in in_processes(ahead.call_once, found, self.device, self.how.jobs):
+                advance(len(found[group]))
         self.progress.print(f"compiled in {time.perf_counter() - started:.0f} s")
 
 

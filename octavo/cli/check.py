@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SHOWN_FAILURES = 20
 SHOWN_REASONS = 6
+MOST_SECONDS = 600.0  # of the processes; what a hang keeps from them is then run in this one
 
 
 def check(
@@ -27,7 +29,8 @@ def check(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[str, typer.Option(help="gluon, triton, reference; auto: each, and what is chosen.")] = "auto",
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile first; 0: none; one a processor unless told.")
+        int | None,
+        typer.Option(min=0, help="Processes beside this one; 0: none; on a GPU one a processor unless told."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
@@ -47,16 +50,16 @@ def check(
     started = time.perf_counter()
     named = None if backend == "auto" else backend
     todo = support.checks(on, quick, named)
-    outcomes: list[Outcome] = []
+    found: dict[int, Outcome] = {}
     interrupted = False
     try:
-        _compile(todo, quick, named, on, jobs, progress)
         with bar(progress, f"Checking {len(todo)} cells", len(todo)) as advance:
-            for one in todo:
-                outcomes.append(one.run())
+            for index, outcome in _outcomes(todo, quick, named, on, jobs):
+                found[index] = outcome
                 advance()
     except KeyboardInterrupt:
         interrupted = True
+    outcomes = [found[index] for index in sorted(found)]
     result = {
         "environment": environment(on),
         "seconds": round(time.perf_counter() - started, 1),
@@ -75,25 +78,34 @@ def check(
         raise typer.Exit(1)
 
 
-def _compile(
-    todo: list[Check], quick: bool, named: str | None, device: torch.device, jobs: int | None, progress: Any
-) -> None:
-    """Run the checks of compiled backends in several processes first, so that one after the other they find kernels."""
+def _outcomes(
+    todo: list[Check], quick: bool, named: str | None, device: torch.device, jobs: int | None
+) -> Iterator[tuple[int, Outcome]]:
+    """Every check's outcome by its number: of compiled backends from several processes, since one compiles slowly.
+
+    Then, in this process, the others and those whose process died or took too long.
+    """
     from ..bench.processes import in_processes, jobs_for
 
     if jobs is None:
         jobs = jobs_for(device)
-    own = [backend.name for backend in BACKENDS[:-1]]  # the last is the reference; what is chosen is one of the others
-    compiled = [i for i, one in enumerate(todo) if one.backend in own or one.op == "append"]
-    if jobs and compiled:
-        with bar(progress, "Compiling", len(compiled)) as advance:
-            in_processes(_run_one, [[(quick, named, i)] for i in compiled], device, jobs, advance)
+    left = set(range(len(todo)))
+    if jobs:
+        own = [BACKENDS[-1].name]  # the reference, which compiles nothing
+        apart = [i for i, one in enumerate(todo) if one.backend not in own]
+        groups = [[(quick, named, i)] for i in apart]
+        for group, results in in_processes(_run_one, groups, device, jobs, MOST_SECONDS):
+            if results and results[0] is not None:
+                left.discard(apart[group])
+                yield apart[group], results[0]
+    for index in sorted(left):
+        yield index, todo[index].run()
 
 
-def _run_one(check: tuple[bool, str | None, int], device: torch.device) -> None:
+def _run_one(check: tuple[bool, str | None, int], device: torch.device) -> Outcome:
     """In another process: one check by its number."""
     quick, named, index = check
-    _checks(quick, named, device)[index].run()
+    return _checks(quick, named, device)[index].run()
 
 
 @functools.lru_cache

@@ -18,8 +18,8 @@ import torch
 
 from . import score
 
-# Logits held at once per side: 64 Mi elements are 256 MiB in fp32.
-MOST_LOGITS = 1 << 26
+# Logits held at once per side: 64 Mi elements are 256 MiB in fp32. A GPU has more memory, and few rows leave it idle.
+MOST_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def score_windows(
     """
     windows, length = tokens.shape
     vocabulary = sides[0].model.config.get_text_config().vocab_size
-    batch = max(1, min(windows, MOST_LOGITS // (min(chunk, length) * vocabulary)))
+    most = MOST_LOGITS[sides[0].model.device.type]
+    batch = max(1, min(windows, most // (min(chunk, length) * vocabulary)))
     parts: list[Scores] = [
         _score_batch(sides, tokens[first : first + batch], pieces(length, chunk, tail), advance)
         for first in range(0, windows, batch)

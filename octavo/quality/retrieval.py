@@ -87,11 +87,13 @@ def measure(
     base = sides[0].name
     for context in contexts:
         tokens, answers, depths = prompts(tokenizer, context, trials)
-        rows: dict[str, list[bool]] = {side.name: [] for side in sides}
-        for row, answer in zip(tokens, answers, strict=True):
-            found = passes.score_windows(sides, row[None], chunk=chunk, tail=answer + TAIL, advance=advance)
+        rows: dict[str, list[bool]] = {side.name: [False] * trials for side in sides}
+        for answer in sorted(set(answers)):  # trials of as many tokens go together
+            those = [i for i in range(trials) if answers[i] == answer]
+            found = passes.score_windows(sides, tokens[those], chunk=chunk, tail=answer + TAIL, advance=advance)
             for name, top in found.top.items():
-                rows[name].append(bool(top[0, -answer:].all()))
+                for i, right in zip(those, top[:, -answer:].all(1).tolist(), strict=True):
+                    rows[name][i] = right
         right = {name: torch.tensor(found, dtype=torch.float64)[:, None] for name, found in rows.items()}
         results.append(
             {
