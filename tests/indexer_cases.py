@@ -308,6 +308,27 @@ def topk_logits(case: TopkCase) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(case.dtype), lens
 
 
+def planted_rows(
+    rows: int, width: int, k: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of which an estimate leaves the wrong number, size being too many; their lengths; and what each should be.
+
+    In turn 0: numbers in plenty follow the k-th; 1: they equal it; 2: the largest come in blocks, the first always
+    sampled among them, and are fewer than k. A sample may have so many of these blocks that it takes them for enough.
+    """
+    generator = torch.Generator().manual_seed(width + k)
+    x = -torch.rand(rows, width, generator=generator)
+    kinds = torch.arange(rows) % 3
+    for row, kind in zip(x, kinds.tolist(), strict=True):
+        run, above, equal = ((1, k + k // 32, size), (1, k // 2, size + size // 8), (8, k - 8, 0))[kind]
+        blocks = torch.randperm(width // run, generator=generator)
+        blocks = blocks.roll(-int(blocks.argmin()))
+        places = (blocks[:, None] * run + torch.arange(run)).flatten()
+        row[places[:above]] = 2 + torch.rand(above, generator=generator)
+        row[places[above : above + equal]] = 1.0
+    return x.to(dtype), torch.full((rows,), width, dtype=torch.int32), kinds
+
+
 def compare_topk(case: TopkCase, topk: Callable[..., None], device: str) -> list[str]:
     """What differs from the reference: it must be nothing."""
     logits, lens = topk_logits(case)

@@ -19,6 +19,7 @@ from indexer_cases import (
     compare_ragged,
     compare_topk,
     paged_call,
+    planted_rows,
     topk_logits,
 )
 
@@ -249,7 +250,7 @@ def test_topk_equals_the_reference(case, backend):
 @pytest.mark.parametrize("small", ["registers", "lists"])
 @pytest.mark.parametrize("rows", [5, 140])
 def test_topk_where_registers_or_lists_are_too_small(rows, small, monkeypatch):
-    """Candidates that registers do not hold are searched in the lists, and a row that lists do not hold in itself."""
+    """Candidates that registers do not hold are compacted, or the row is searched, as where lists do not hold them."""
     from octavo.kernels.triton import topk
 
     def plan(*shape):
@@ -261,6 +262,27 @@ def test_topk_where_registers_or_lists_are_too_small(rows, small, monkeypatch):
     monkeypatch.setattr(topk, "plan", plan)
     for kind in ("normal", "ties", "zeros", "wide"):
         assert compare_topk(TopkCase(rows, 20000, 2048, kind), topk.topk_indices, "cuda") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [64, 192])
+def test_topk_of_rows_that_exceed_registers_as_planned(rows, dtype):
+    """Rows with too many candidates, with too many equals of the k-th, and with too few, and which path they take."""
+    from octavo.kernels.triton import topk
+
+    width, k, size = 131072, 2048, 4096
+    logits, lens, kinds = planted_rows(rows, width, k, size, dtype)
+    want, out = (torch.full((rows, k), -7, dtype=torch.int32) for _ in range(2))
+    kernel("reference", "topk", "topk_indices")(logits, lens, want)
+    out = out.cuda()
+    launches = topk.launches(logits.cuda(), lens.cuda(), out, octavo.Device.detect("cuda"))
+    for compiled, programs, arguments in launches:
+        compiled[(programs,)](**arguments)
+    assert torch.equal(out.cpu(), want)
+    bounds = launches[0][2]["scratch"].bounds.cpu()
+    candidates = (logits.float() >= bounds[:, :1]).sum(1)
+    assert launches[0][2]["c"].size == size
+    assert (candidates[kinds < 2] > size).all() and (candidates[kinds == 2] < k).any()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(64, 131072), (140, 20000), (7, 8192), (1, 1 << 20)])

@@ -18,6 +18,7 @@ from indexer_cases import (
     compare_ragged,
     compare_topk,
     paged_call,
+    planted_rows,
     ragged_call,
 )
 
@@ -26,6 +27,7 @@ from octavo.kernels.triton import mqa_logits, topk
 from octavo.kernels.triton._select import registers_for
 from octavo.kernels.triton.append import DEPENDENT_LAUNCH
 from octavo.kernels.triton.index_append import index_append
+from octavo.reference.topk import topk_indices as reference_topk
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -144,17 +146,17 @@ def small_plan(slices, listed, size):
 
     def plan(rows, width, k, device):
         c, _ = MAKE(rows, 20000, k, device)
-        fields = {"size": size, "sample": 64, "quantiles": 32, "bins": 64, "lanes": 8, "searched": 64}
+        fields = {"size": size, "sample": 64, "bins": 64, "lanes": 8, "searched": 64}
         fields |= {"slices": slices, "parts": -(-width // (slices * 256)), "listed": listed}
-        return replace(c, **fields, num_warps=4, estimate_warps=4), rows if slices > 1 else min(rows, 2)
+        return replace(c, **fields, num_warps=4), rows if slices > 1 else min(rows, 2)
 
     return plan
 
 
 MAKE = topk.plan
 KINDS = ("normal", "ties", "zeros", "sorted", "infinities", "wide", "equal")
-# Slices, room of a list, and candidates in registers: with few of either the lists, or the row, are searched.
-WAYS = [(4, 64, 256), (3, 128, 64), (3, 16, 256), (1, 256, 256), (1, 256, 64)]
+# Slices, room of a list, and candidates in registers: with few of either lists are compacted, or the row is searched.
+WAYS = [(4, 64, 256), (3, 128, 64), (3, 16, 256), (3, 512, 64), (1, 256, 256), (1, 256, 64)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,29 +193,68 @@ def test_the_estimate_usually_serves(monkeypatch):
     """Of random rows, the candidates hold the k largest and fit: the row is read once."""
     rows, k = 6, 64
     plan = small_plan(4, 256, 512)
-    monkeypatch.setattr(topk, "plan", lambda *a: (replace(plan(*a)[0], sample=1024, quantiles=256), rows))
-    listed = run_topk(rows, 4000, k)["counts"]
+    monkeypatch.setattr(topk, "plan", lambda *a: (replace(plan(*a)[0], sample=1024), rows))
+    listed = run_topk(rows, 4000, k)["scratch"].counts
     assert (listed.sum(1) >= k).all() and (listed.sum(1) <= 4 * k).all()
 
 
-@pytest.mark.parametrize(("listed", "size", "left"), [(256, 256, 0), (256, 64, 1), (16, 256, 2)])
+@pytest.mark.parametrize(("listed", "size", "left"), [(256, 256, 0), (256, 64, 1), (16, 256, 1)])
 def test_what_lists_or_registers_do_not_hold_is_left_to_a_search(listed, size, left, monkeypatch):
     monkeypatch.setattr(topk, "plan", small_plan(1, listed, size))
     arguments = run_topk(3, 900, 24)
-    assert arguments["left"].tolist() == [left] * 3
+    assert arguments["scratch"].left.tolist() == [left] * 3
     assert (arguments["out"] >= 0).all()
 
 
-@pytest.mark.parametrize(("width", "k"), [(131072, 2048), (1 << 20, 2048), (32768, 512), (262144, 2048), (65536, 4096)])
-def test_registers_hold_what_the_estimate_leaves(width, k):
-    """Of random rows, by the law that the estimate goes by and three deviations of the order statistic."""
-    sample, size, warps = registers_for(width, k)
-    assert size == 8 * 32 * warps and size >= 2 * k
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_too_many_candidates_are_compacted_and_only_what_remains_searched(dtype, monkeypatch):
+    """Of rows with too many those whose k-th has more equals than registers hold, and those with too few."""
+    size, k, searched = 256, 64, []
+    monkeypatch.setattr(topk, "plan", small_plan(4, 768, size))
+    search = topk.search
+    monkeypatch.setattr(topk, "search", lambda row, *rest: (searched.append(1), search(row, *rest))[1])
+    logits, lens, kinds = planted_rows(6, 3000, k, size, dtype)
+    want, out = (torch.full((6, k), -7, dtype=torch.int32) for _ in range(2))
+    reference_topk(logits, lens, want)
+    launches = topk.launches(logits, lens, out, Device.named("h200"))
+    for kernel, programs, arguments in launches:
+        kernel[(programs,)](**arguments)
+    assert torch.equal(out, want)
+    counts = launches[1][2]["scratch"].counts
+    total = counts.sum(1)
+    assert (total[kinds < 2] > size).all() and counts.max() <= 768 and (total[kinds == 2] < k).all()
+    assert len(searched) == 4
+
+
+def law(width, k, sample):
+    """Mean and standard deviation of what an estimate leaves: its share, deviations and half a bin."""
     share = sample * k / width
-    least = share + 3.5 * share**0.5 + 2
-    candidates = k * least / share
-    assert candidates - k > 3 * k / share**0.5
-    assert candidates + 3 * candidates / least**0.5 <= size
+    least = (share + 3.5 * share**0.5 + 2) * (1 + 1 / 28)
+    return k * least / share, k * least**0.5 / share
+
+
+@pytest.mark.parametrize(("width", "k"), [(131072, 2048), (1 << 20, 2048), (32768, 512), (262144, 2048), (65536, 4096)])
+@pytest.mark.parametrize("spare", [3, 5])
+def test_registers_hold_what_the_estimate_leaves(width, k, spare):
+    """Of random rows, by the law of order statistics."""
+    sample, size, warps = registers_for(width, k, spare)
+    assert size == 8 * 32 * warps and size >= 2 * k
+    mean, deviation = law(width, k, sample)
+    assert mean - k > 3 * k / (sample * k / width) ** 0.5
+    assert mean + spare * deviation + 1.5 * 16 <= size
+
+
+def test_the_estimate_leaves_what_registers_are_planned_by():
+    rows, width, k = 120, 131072, 2048
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(8))
+    out = torch.empty((rows, k), dtype=torch.int32)
+    lens = torch.full((rows,), width, dtype=torch.int32)
+    kernel, programs, arguments = topk.launches(logits, lens, out, Device.named("h200"))[0]
+    kernel[(programs,)](**arguments)
+    left = (logits >= arguments["scratch"].bounds[:, :1]).sum(1).double()
+    mean, deviation = law(width, k, 4096)
+    assert abs(left.mean() - mean) < 3 * deviation / rows**0.5
+    assert abs(left.std() / deviation - 1) < 3 / (2 * rows) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -223,6 +264,7 @@ def test_registers_hold_what_the_estimate_leaves(width, k):
         (1, 131072, 8, 16, 1),
         (256, 32768, 1, 16, 256),
         (2048, 65536, 1, 16, 264),
+        (600, 131072, 1, 16, 264),
         (64, 8192, 0, 16, 64),
         (1, 1 << 20, 16, 32, 1),
     ],

@@ -94,17 +94,22 @@ def _largest(key, wanted):
 
 
 @triton.jit
-def _bin_of_kth(bins, total, SIZE: tl.constexpr, c: tl.constexpr):
-    """Of `total` > k numbers, at most SIZE, counted in bins but for the last one: the k-th's bin, how many are in lower
-    ones, and how many in it, MANY standing for more.
+def bin_of_kth(bins, total, c: tl.constexpr):
+    """The k-th's bin of `total` > k numbers counted in bins but for the last one: the last that at most total - k are
+    below."""
+    j = tl.arange(0, c.bins)
+    count = tl.load(bins + j, cache_modifier=".cg")
+    return tl.max(tl.where(tl.cumsum(count, 0) - count <= total - c.k, j, 0), 0)
 
-    Counts of other programs are in the L2 cache.
-    """
+
+@triton.jit
+def _bin_of_few(bins, total, SIZE: tl.constexpr, c: tl.constexpr):
+    """`bin_of_kth` of at most SIZE numbers, how many are in lower ones, and how many in it, MANY standing for more."""
     j = tl.arange(0, c.bins)
     count = tl.load(bins + j, cache_modifier=".cg")
     under = tl.cumsum(count, 0) - count
     count = tl.where(j == c.bins - 1, total - under, count)
-    # It is the last one with at most total - k in lower ones, and what is packed rises from bin to bin.
+    # What is packed rises from bin to bin.
     packed = (j * SIZE + under) * (MANY + 1) + tl.minimum(count, MANY)
     packed = tl.max(tl.where(under <= total - c.k, packed, 0), 0)
     place = packed // (MANY + 1)
@@ -121,7 +126,7 @@ def choose(x, index, total, low, scale, bins, out, out_stride, c: tl.constexpr):
     same = x != x
     room = 0
     if total > c.k:
-        bin, lower, inside = _bin_of_kth(bins, total, c.size, c)
+        bin, lower, inside = _bin_of_few(bins, total, c.size, c)
         wanted = c.k - (total - lower) + inside  # of those inside
         place = tl.where(over, bin_of(x, low, scale, c), -1.0)
         over = place >= bin.to(tl.float32)
@@ -154,17 +159,16 @@ def choose_all(x, index, total, out, out_stride, c: tl.constexpr):
 
 
 @triton.jit
-def counted_until(over, same):
-    """Of both kinds [groups, 4], how many there are up to each element: over + 65536 * same."""
-    both = over.to(tl.int32) + (same.to(tl.int32) << 16)
-    group = tl.sum(both, 1)
-    return (tl.cumsum(group, 0) - group)[:, None] + tl.cumsum(both, 1)
+def counted_until(count):
+    """The sum of int32 [groups, 4] up to each element."""
+    group = tl.sum(count, 1)
+    return (tl.cumsum(group, 0) - group)[:, None] + tl.cumsum(count, 1)
 
 
 @triton.jit
 def write(over, same, index, room, out, out_stride, c: tl.constexpr):
     """Write the indices of a tile's elements that are `over`, and of those that are `same` the first `room`."""
-    counted = counted_until(over, same)
+    counted = counted_until(over.to(tl.int32) + (same.to(tl.int32) << 16))
     sames = counted >> 16
     place = (counted & 0xFFFF) + tl.minimum(sames, room) - 1
     _put(over | (same & (sames <= room)), place, index, out, out_stride, c)
@@ -247,10 +251,8 @@ def _threshold(numbers, length, guess, c: tl.constexpr):
 
 
 @triton.jit
-def search(numbers, length, indices, guess, out, out_stride, c: tl.constexpr):
-    """Write the k largest of the `length` numbers in memory that registers do not hold, NaN being nothing, in their
-    order; by their indices, or where None is given by their places.
-    """
+def search(numbers, length, guess, out, out_stride, c: tl.constexpr):
+    """Write the places of the k largest of the `length` numbers in memory, in order, NaN being nothing."""
     there, last, room = _threshold(numbers, length, guess, c)
     taken = 0
     equal = 0
@@ -263,10 +265,7 @@ def search(numbers, length, indices, guess, out, out_stride, c: tl.constexpr):
         sames = equal + (counted >> 16)
         chosen = over | (same & (sames <= room))
         place = taken + (counted & 0xFFFF) + tl.minimum(sames, room) - 1
-        index = at
-        if indices is not None:
-            index = tl.load(indices + at, mask=chosen, other=0)
-        tl.store(out + place.to(tl.int64) * out_stride, index, mask=chosen & (place < c.k))
+        tl.store(out + place.to(tl.int64) * out_stride, at, mask=chosen & (place < c.k))
         taken += tl.sum(over.to(tl.int32), 0)
         equal += tl.sum(same.to(tl.int32), 0)
     pad(there, out, out_stride, c)
