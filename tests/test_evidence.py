@@ -45,6 +45,21 @@ def test_cells_are_side_by_side_and_in_order(file):
     assert row["mean"] == pytest.approx(1.8**0.5) and row["least"] == 0.9 and (row["cells"], row["ahead"]) == (3, 1)
 
 
+def test_caches_of_16_bits_have_a_row_of_their_own(tmp_path):
+    dense = {**SPEC, "kv_dtype": "bfloat16"}
+    others = [
+        record("decode/llama/tp1/bfloat16/b64/ctx1024", "triton", 100.0, spec=dense),
+        record("decode/llama/tp1/bfloat16/b64/ctx1024", "flashinfer-xqa", 50.0, spec=dense),
+        record("plan/llama/tp1/b64", "gluon", 2.0, spec={}),
+    ]
+    rows = {
+        row["name"]: row for row in evidence.summary(evidence.read([write(tmp_path / "r.jsonl", RECORDS + others)]))
+    }
+    assert list(rows)[:2] == ["decode, FP8 cache", "decode, 16-bit cache"] and "plan" in rows
+    assert rows["decode, 16-bit cache"]["mean"] == pytest.approx(0.5)
+    assert rows["decode, FP8 cache"]["mean"] == pytest.approx(1.8**0.5)
+
+
 def test_sides_of_different_runs_are_not_compared(tmp_path):
     case = "decode/llama/tp1/b64/ctx1024"
     records = [record(case, "gluon", 20.0, run="r1"), record(case, "flashinfer-xqa", 40.0, run="r2")]
@@ -188,7 +203,7 @@ def test_markdown_marks_the_fastest_and_keeps_its_columns(file):
     text = evidence_page.markdown(evidence.read([file]))
     assert "| decode/llama/tp1/b64/ctx1024 | **20.0** | 30.0 | 40.0 | 2.00 |" in text
     assert "| decode/llama/tp1/b64/ctx8192 | 100.0 |  | **90.0** | 0.90 |" in text
-    assert "| decode | 3 | 2 | 1.34 | 0.90 |" in text
+    assert "| decode, FP8 cache | 3 | 2 | 1.34 | 0.90 |" in text
     assert evidence_page.plain("a|b`c\nd") == "a\\|b\\`c d"
 
 

@@ -51,6 +51,13 @@ class Cell:
         return {name: record.us for name, record in self.records.items() if record.us is not None}
 
     @property
+    def cache(self) -> str:
+        """The cache that octavo's records read, "FP8" or "16-bit"; "" for operations without one, or sides of both."""
+        own = [record for name, record in self.records.items() if is_octavo(name) and "kv_dtype" in record.spec]
+        found = {"FP8" if _in_fp8(record) else "16-bit" for record in own}
+        return found.pop() if len(found) == 1 else ""
+
+    @property
     def copied(self) -> bool:
         """Whether it is the measurement of a case that has another name."""
         return all(record.same_as is not None for record in self.records.values())
@@ -164,19 +171,21 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def summary(evidence: Evidence) -> list[dict[str, Any]]:
-    """Of each op: cells, how many have a peer, geometric mean, least and most of the ratios to the best peer.
+    """Of each op and cache: cells, how many have a peer, geometric mean, least and most of the ratios to the best peer.
 
     A cell that is another one's measurement under its own name counts as a cell, but its ratio does not count again.
     """
     rows = []
     for op in OPS:
-        cells = evidence.of_op(op)
-        ratios = [cell.ratio for cell in cells if cell.ratio is not None and not cell.copied]
-        if cells:
+        of_op = evidence.of_op(op)
+        for cache in sorted({cell.cache for cell in of_op}, reverse=True):  # FP8 before 16-bit
+            cells = [cell for cell in of_op if cell.cache == cache]
+            ratios = [cell.ratio for cell in cells if cell.ratio is not None and not cell.copied]
             rows.append(
                 {
                     "op": op,
-                    "cells": len(cells),
+                    "name": f"{op}, {cache} cache" if cache else op,
+                    "cells": len({cell.case for cell in cells}),
                     "compared": len(ratios),
                     "mean": geometric_mean(ratios),
                     "least": min(ratios, default=None),

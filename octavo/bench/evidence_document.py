@@ -113,8 +113,7 @@ def _short(evidence: Evidence) -> list[str]:
         if row["op"] in KERNELS:
             ahead = f"{row['ahead']} of {row['compared']}" if row["compared"] else "no peer measured"
             figures = [ratio(row[name]) for name in ("mean", "least", "most")]
-            names = {cell.case for cell in evidence.of_op(row["op"])}
-            rows.append([code(row["op"]), f"{len(names):,}", ahead, *figures])
+            rows.append([row["name"], f"{row['cells']:,}", ahead, *figures])
     if not rows:
         return []
     named = any("exact" in cell.case.split("/") for cell in evidence.cells)

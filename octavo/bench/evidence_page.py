@@ -179,7 +179,7 @@ def markdown(evidence: Evidence) -> str:
     ]
     for row in data.summary(evidence):
         lines.append(
-            f"| {row['op']} | {row['cells']} | {row['compared']} | {ratio(row['mean'])} | {ratio(row['least'])} |"
+            f"| {row['name']} | {row['cells']} | {row['compared']} | {ratio(row['mean'])} | {ratio(row['least'])} |"
         )
     for op in dict.fromkeys(cell.op for cell in evidence.cells):
         table = _table(evidence, op)
