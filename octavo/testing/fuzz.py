@@ -53,6 +53,42 @@ class Values:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """A call's tensors before its cache is made of them.
+
+    Attributes:
+        spec: what is computed. num_pages: of the pool. strided: the query's rows are to lie apart.
+        tensors: on one device: k, v and their slots; live, the slots that some row sees; seq_lens, page_table,
+            query_starts, q; k_scale, v_scale, q_scale, out_scale, sinks where the spec wants them.
+    """
+
+    spec: AttentionSpec
+    num_pages: int
+    strided: bool
+    tensors: Arguments
+
+    def to(self, device: torch.device | str) -> Inputs:
+        """The same on another device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    def batch(self) -> Batch:
+        """Appended where they are; every byte that no live token owns is NaN."""
+        spec, given = self.spec, self.tensors
+        k, v, q = given["k"], given["v"], given["q"]
+        cache = PagedCache.allocate(spec, self.num_pages, k.device, given.get("k_scale"), given.get("v_scale"))
+        cache.append(k, v, given["slots"])
+        poison(cache, given["live"], 0xFF)
+        if self.strided:
+            rows, heads, dim = q.shape
+            whole = torch.zeros(rows + 1, 2 * heads, dim, device=q.device).to(q.dtype)
+            whole[:rows, ::2] = q
+            q = whole[:rows, ::2]
+        arguments = {name: given[name] for name in ("q_scale", "out_scale", "sinks") if name in given}
+        step = given["seq_lens"], given["page_table"], given["query_starts"]
+        return Batch(spec, q, cache, *step, k, v, arguments)
+
+
+@dataclass(frozen=True)
 class Example:
     """One call of attention.
 
@@ -99,6 +135,10 @@ class Example:
         multiple: of the pool's pages and of the page table's width. A GPU compiles a kernel for numbers that are
         multiples of 16 and another for those that are not; 16 leaves the choice to rows and sequences alone.
         """
+        return self.inputs(multiple).to(device).batch()
+
+    def inputs(self, multiple: int = 1) -> Inputs:
+        """What `batch` makes its cache of, on the CPU."""
         spec, generator = self.spec, torch.Generator().manual_seed(self.seed)
         sequences = (*self.decodes, *self.prefills)
         lens, rows = [n for n, _ in sequences], [n for _, n in sequences]
@@ -110,66 +150,65 @@ class Example:
             for row, length in enumerate(lens):
                 pages = min(-(-length // spec.page_size), -(-lens[0] // spec.page_size))
                 table[row, :pages] = table[0, :pages]
-        cache = self._cache(num_pages, device)
         limit = 6e4 if spec.kv_dtype == "float16" else 1e9
         dtype = torch.float16 if spec.kv_dtype == "float16" else torch.bfloat16
-        k = self.k.make((sum(lens), spec.num_kv_heads, spec.head_dim), limit, generator).to(dtype).to(device)
-        v = self.v.make((sum(lens), spec.num_kv_heads, spec.value_dim), limit, generator).to(dtype).to(device)
+        k = self.k.make((sum(lens), spec.num_kv_heads, spec.head_dim), limit, generator).to(dtype)
+        v = self.v.make((sum(lens), spec.num_kv_heads, spec.value_dim), limit, generator).to(dtype)
         slots = slots_of(table, spec.page_size, lens)
-        cache.append(k, v, slots.to(device))
         live = [
             slots_of(table[row : row + 1], spec.page_size, [tokens])[self._first(tokens, asked) :]
             for row, (tokens, asked) in enumerate(sequences)
         ]
-        poison(cache, torch.cat(live).to(device) if live else slots.to(device), 0xFF)
         if self.holes:
             for row, length in enumerate(lens):
                 at = int(torch.randint(0, max(1, -(-length // spec.page_size)), (), generator=generator))
                 table[row, at] = GARBAGE[row % len(GARBAGE)]
-        q, arguments = self._query(self.before + sum(rows) + self.after, generator, device)
-        starts = (torch.tensor([0, *rows]).cumsum(0) + self.before).to(torch.int32).to(device)
-        lens_there = torch.tensor(lens, dtype=torch.int32, device=device)
-        return Batch(spec, q, cache, lens_there, table.to(device), starts, k, v, arguments)
+        tensors = {
+            "k": k,
+            "v": v,
+            "slots": slots,
+            "live": torch.cat(live) if live else slots,
+            "seq_lens": torch.tensor(lens, dtype=torch.int32),
+            "page_table": table,
+            "query_starts": (torch.tensor([0, *rows]).cumsum(0) + self.before).to(torch.int32),
+        }
+        query = self._query(self.before + sum(rows) + self.after, generator)
+        return Inputs(spec, num_pages, self.strided, {**tensors, **self._scales(), **query})
 
     def _first(self, length: int, rows: int) -> int:
         """The first token of a sequence that any row sees: what lies before it may be anything."""
         return min(length, first_token(self.spec, length - rows)) if rows else 0
 
-    def _cache(self, num_pages: int, device: str) -> PagedCache:
+    def _scales(self) -> Arguments:
+        """The scales that a cache is given: a 16-bit one has none, append makes those of single tokens."""
         spec = self.spec
-        if not spec.fp8 or spec.scale_granularity == "token_head":  # a 16-bit cache has none, append makes the other
-            return PagedCache.allocate(spec, num_pages, device)
+        if not spec.fp8 or spec.scale_granularity == "token_head":
+            return {}
         k, v = torch.tensor(self.k_scale), torch.tensor(self.v_scale)
         if spec.scale_granularity == "head":
             factors = self.heads ** torch.arange(spec.num_kv_heads)
             k, v = k * factors, v / factors
-        return PagedCache.allocate(spec, num_pages, device, k, v)
+        return {"k_scale": k, "v_scale": v}
 
-    def _query(self, rows: int, generator: torch.Generator, device: str) -> tuple[torch.Tensor, Arguments]:
+    def _query(self, rows: int, generator: torch.Generator) -> Arguments:
         """The query, and scales and sinks as the spec wants them."""
         spec = self.spec
         x = self.q.make((rows, spec.num_q_heads, spec.head_dim), 6e4, generator)
-        arguments: Arguments = {}
+        made: Arguments = {}
         if spec.query_dtype == "fp8_e4m3":
             scale = torch.tensor(10.0**self.q.exponent / 8)
             if self.heads != 1:
                 scale = scale * (1 + torch.arange(spec.num_q_heads) % 3)
-            arguments["q_scale"] = scale.to(device)
-            q = cast(x / scale.reshape(-1, 1), FORMATS["fp8_e4m3"]).view(torch.float8_e4m3fn)
-        else:
-            q = x.to(TORCH_DTYPES[spec.query_dtype])
+            made["q_scale"] = scale
+            x = cast(x / scale.reshape(-1, 1), FORMATS["fp8_e4m3"]).view(torch.float8_e4m3fn)
+        made["q"] = x.to(TORCH_DTYPES[spec.query_dtype])
         if spec.out_dtype == "fp8_e4m3":
-            arguments["out_scale"] = torch.tensor(10.0**self.v.exponent / 64, device=device)
+            made["out_scale"] = torch.tensor(10.0**self.v.exponent / 64)
         if spec.sinks:
             sinks = torch.randn(spec.num_q_heads, generator=generator) * 3
             sinks[self.seed % spec.num_q_heads] = -math.inf if self.seed % 5 == 0 else 40.0
-            arguments["sinks"] = (sinks.to(torch.bfloat16) if self.seed % 2 else sinks).to(device)
-        q = q.to(device)
-        if self.strided:
-            whole = torch.zeros(rows + 1, 2 * spec.num_q_heads, spec.head_dim, device=device).to(q.dtype)
-            whole[:rows, ::2] = q
-            q = whole[:rows, ::2]
-        return q, arguments
+            made["sinks"] = sinks.to(torch.bfloat16) if self.seed % 2 else sinks
+        return made
 
 
 def _held(spec: AttentionSpec) -> bool:

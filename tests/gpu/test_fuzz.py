@@ -1,4 +1,4 @@
-"""Fuzz on a GPU: 10,000 examples over every backend, then metadata of any value between canaries.
+"""Fuzz on a GPU: 10,000 examples over every backend in one process, then metadata of any value between canaries.
 
 Specs are those of `fuzz.GPU_SPECS`, so that few kernels are compiled. Each example's cache is held to the reference's,
 bit for bit, and each result to `bounds`, computed on the CPU. Run the second half under compute-sanitizer too.
@@ -6,10 +6,9 @@ bit for bit, and each result to `bounds`, computed on the CPU. Run the second ha
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import hostile_cases
@@ -18,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from octavo import Attention, AttentionSpec, Unsupported, choose
+from octavo import Attention, Unsupported, choose
 from octavo.backends import BY_NAME, WRITTEN
-from octavo.cache import PagedCache
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
-from octavo.testing import bounds, fuzz
+from octavo.testing import fuzz, fuzz_kernels, fuzz_workers
+from octavo.testing.fuzz_device import Runner
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +30,7 @@ pytestmark = [
 ]
 
 HOPPER = Device.named("h200")
-EXAMPLES, PARTS = 10_000, 8
-SECONDS = 480  # of a part, of which the first examples compile what the others run
+EXAMPLES, SECONDS, COMPILING = 10_000, 150, 120
 HOSTILE, HOSTILE_PARTS = 400, 8
 INDEXER_SHAPES = ((64, 128, 64, 1), (32, 128, 64, 2), (16, 64, 32, 3), (128, 128, 128, 4))
 BACKENDS = [name for name in BY_NAME if name != "reference"]
@@ -42,65 +40,36 @@ SPECS_OF = {
     "triton": SPECS,
     "gluon": st.sampled_from([spec for spec in fuzz.GPU_SPECS if not BY_NAME["gluon"].reasons(spec, HOPPER, "decode")]),
 }
-Kept = dict[tuple[AttentionSpec, str], Attention]
-KEPT: Kept = {}  # one Attention for each spec and backend of this process, whose workspace holds what was there before
-
-
-def attentions(spec: AttentionSpec) -> list[Attention]:
-    """An Attention of every backend that may run both phases, and of what is chosen where that is another pair."""
-    found: dict[tuple[str, str], Attention] = {}
-    for name in [*BACKENDS, "auto"]:
-        try:
-            choice = choose(spec, "cuda", None if name == "auto" else name)
-        except Unsupported:
-            continue
-        if (spec, name) not in KEPT:
-            most = {"max_batch": 8, "max_query_tokens": 1024, "max_context": 2048}
-            KEPT[spec, name] = Attention(spec, **most, device="cuda", backend=None if name == "auto" else name)
-            KEPT[spec, name].workspace.fill_(0xFF)
-        found.setdefault((choice.prefill.backend, choice.decode.backend), KEPT[spec, name])
-    return list(found.values())
-
-
-def cache_faults(there: PagedCache, here: PagedCache) -> list[str]:
-    """Where what the GPU appended is not, bit for bit, what the reference did."""
-    pairs = {name: (getattr(there, name), getattr(here, name)) for name in ("k", "v", "k_scale", "v_scale")}
-    return [name for name, (a, b) in pairs.items() if a is not None and not torch.equal(as_bytes(a), as_bytes(b))]
+RUNNER = Runner("cuda")  # for all examples of this process
+say = partial(print, flush=True)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.cpu().contiguous().view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_attention(part):
-    """In one process the parts run one after the other over the same workspaces; `pytest -n` runs them side by side."""
-    device, counts = Device.detect("cuda"), collections.Counter()
-    started = time.perf_counter()
+def test_attention():
+    """One process runs what many make up and judge; its kernels are compiled before, many at once."""
+    compiled = fuzz_kernels.compile_all(seconds=COMPILING)
+    say(f"{compiled.compiled} kernels compiled, {compiled.cached} found in the cache, in {compiled.seconds:.0f} s")
+    plan = fuzz_workers.Fuzz(EXAMPLES, seconds=SECONDS)
+    outcome = fuzz_workers.run(plan, say)
+    progress, failures = outcome.progress, compiled.failures + outcome.failures
+    each = 1000 * progress.busy / max(1, progress.ran)
+    say(f"{outcome.examples:,} of {EXAMPLES:,} examples right, in {outcome.seconds:.0f} s by {plan.workers} workers")
+    say(f"the device's process: {each:.1f} ms an example, {progress.compiled} kernels compiled")
+    for (prefill, decode), count in sorted(outcome.counts.items()):
+        say(f"prefill by {prefill}, decode by {decode}: {count:,}")
+    assert [failure[:200] for failure in failures] == []
+    assert outcome.examples == EXAMPLES, f"only {outcome.examples} examples in {SECONDS} s"
 
-    @seed(part)
-    @settings(max_examples=EXAMPLES // PARTS, **COMMON)
-    @given(fuzz.examples(SPECS, most_tokens=600, most_rows=150))
-    def check(example: fuzz.Example) -> None:
-        if time.perf_counter() - started > SECONDS:
-            return
-        there, here, told = example.batch("cuda", 16), example.batch("cpu", 16), example.plan["num_decodes"]
-        if example.shared:  # several sequences wrote to the same slots: whose bytes stay is not said
-            for name in ("k", "v", "k_scale", "v_scale"):
-                if (to := getattr(here.cache, name)) is not None:
-                    to.copy_(getattr(there.cache, name))
-        assert cache_faults(there.cache, here.cache) == []
-        for attention in attentions(example.spec):
-            out = there.run(attention=attention, **example.plan)
-            here.lse = None if there.lse is None else there.lse.cpu()
-            of = attention.choice.prefill.backend, attention.choice.decode.backend
-            assert bounds.faults(here, out.cpu(), of, device, told) == [], of
-            counts[of] += 1
-        counts["examples"] += 1
 
-    check()
-    print(part, dict(counts), f"{time.perf_counter() - started:.0f} s")
-    assert counts["examples"] >= EXAMPLES // PARTS, f"only {counts['examples']} examples in {SECONDS} s"
+@seed(EXAMPLES)
+@settings(max_examples=20, **COMMON)
+@given(fuzz_workers.Fuzz().strategy)
+def test_attention_in_this_process(example):
+    """Where the line goes, above the others, that repeats an example which failed in a worker."""
+    fuzz_workers.judge(example, fuzz_workers.alone(RUNNER))
 
 
 def hostile(part: int, strategy: st.SearchStrategy[Any], run: Callable[[Any], None]) -> None:
