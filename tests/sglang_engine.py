@@ -1,7 +1,8 @@
 """A real SGLang engine on this machine's CPU: run by test_sglang_engine.py in a process of its own.
 
 A small model of random weights, chunked prefill beside decodes, and prompts with a common prefix that is found again.
-Prints one JSON object: the tokens of greedy generation, and the log-probabilities of a prompt's own tokens.
+Prints one JSON object: the tokens of greedy generation, and the log-probabilities of a prompt's own tokens. Of a
+backend of octavo.bench.engines.same_bytes: what its two readings of the prompts' first 133 tokens found.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def main() -> None:
     load_plugins()  # before ServerArgs, which check the backend's name
     import sglang
 
+    from octavo.bench.engines import same_bytes
+
+    twice = arguments.backend in same_bytes.NAMES
     engine = sglang.Engine(
         model_path=arguments.folder,
         skip_tokenizer_init=True,
@@ -97,13 +101,17 @@ def main() -> None:
         enable_mixed_chunk=True,
         sampling_backend="pytorch",
         grammar_backend="none",
-        disable_overlap_schedule=True,
+        **{"disable_overlap_schedule": True, **(same_bytes.OPTIONS if twice else {})},
         skip_server_warmup=True,
         random_seed=0,
         log_level="error",
         host="127.0.0.1",
         port=arguments.port,
     )
+    if twice:
+        read = same_bytes.measure(engine, [prompt[:133] for prompt in prompts()], lambda found: None)
+        print("RESULT " + json.dumps(read), flush=True)
+        os._exit(0)
     greedy = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
     found = {"tokens": [], "cached": [], "logprobs": []}
     asked = prompts()

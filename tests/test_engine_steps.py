@@ -17,6 +17,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from octavo.bench.engines import in_sglang, in_vllm, sides, steps  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
+from octavo.errors import InvalidInput  # noqa: E402
 
 
 def bench(*arguments: str) -> tuple[int, str, str]:
@@ -180,14 +181,18 @@ class StandInEngine:
         self.fails = fails
         self.asked: list[str] = []
 
-    def generate(self, **asked: Any) -> list[dict[str, Any]]:
+    def generate(self, **asked: Any) -> Any:
         self.asked.append("windows" if "input_ids" in asked else "chats")
         if "prompt" in asked:
             if self.fails:
                 raise RuntimeError("the engine is gone")
             return [{"text": "yes", "output_ids": [7, 8]} for _ in asked["prompt"]]
         entries = [(math.log(0.25), token, None) for token in range(sides.WINDOW)]
-        return [{"meta_info": {"input_token_logprobs": entries}} for _ in asked["input_ids"]]
+        found = {"input_token_logprobs": entries, "id": asked.get("rid"), "cached_tokens": 0}
+        if "rid" in asked:  # one window, not a list of them
+            assert len(asked["input_ids"]) == sides.WINDOW
+            return {"meta_info": found}
+        return [{"meta_info": found} for _ in asked["input_ids"]]
 
 
 @pytest.fixture
@@ -231,13 +236,49 @@ def test_perplexity_comes_first_and_stays_where_answers_do_not_come(tmp_path, st
     assert "no result" in sides.result(arguments.work, "triton:auto")["error"]
 
 
+PERPLEXITY = {"perplexity", "scored_tokens", "window_losses"}
+
+
 def test_the_reference_writes_no_answers_and_no_graph_is_captured_for_it(tmp_path, stand_in):
     found = in_sglang.write_text(sglang_side(tmp_path, "reference:fp8_e4m3"))
-    assert stand_in.engine.asked == ["windows"] and found.keys() == {"perplexity", "scored_tokens"}
+    assert stand_in.engine.asked == ["windows"] and found.keys() == PERPLEXITY
     assert not [name for name in stand_in.options if name.startswith("cuda_graph")]
     found = in_sglang.write_text(sglang_side(tmp_path, "octavo:fp8_e4m3", "--perplexity"))
-    assert stand_in.engine.asked == ["windows"] * 2 and found.keys() == {"perplexity", "scored_tokens"}
+    assert stand_in.engine.asked == ["windows"] * 2 and found.keys() == PERPLEXITY
     assert stand_in.options["cuda_graph_bs_prefill"] == [stand_in.options["chunked_prefill_size"]]
+
+
+def test_a_same_bytes_side_reads_each_window_twice_in_an_engine_with_a_plug_in_of_its_own(
+    tmp_path, stand_in, monkeypatch
+):
+    side = "same-bytes-exact:fp8_e4m3"
+    found = in_sglang.write_text(sglang_side(tmp_path, side, "--windows", "3"))
+    assert stand_in.engine.asked == ["windows"] * 6
+    assert found["scored_tokens"] == 3 * 1023 and found["change"]["value"] == 0
+    assert not [name for name in stand_in.options if name.startswith("cuda_graph")]
+
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(sides, "launch", lambda command, env, log: started.update({log.name: env["PYTHONPATH"]}))
+    arguments = sglang_side(tmp_path, side)
+    for name in (side, "octavo-exact:fp8_e4m3"):
+        in_sglang.start(name, arguments, tmp_path)
+    folders = [next(f for f in path.split(":") if f.startswith(str(tmp_path))) for path in started.values()]
+    entries = [(Path(folder) / "octavo-0.dist-info" / "entry_points.txt").read_text() for folder in folders]
+    assert ["same_bytes" in entry for entry in entries] == [True, False]
+
+
+def test_windows_are_apart_from_each_other_and_as_many_as_the_text_has():
+    def tokenizer(text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=list(range(60000)))
+
+    for count in (1, 8, 58):
+        windows = sides.windows(tokenizer, count)
+        assert len(windows) == count and {len(w) for w in windows} == {sides.WINDOW}
+        assert all(a[-1] < b[0] <= a[0] + 5000 for a, b in zip(windows, windows[1:], strict=False))
+    assert [w[0] for w in sides.windows(tokenizer)] == [5000 * i for i in range(sides.WINDOWS)]
+    for count in (0, 59):
+        with pytest.raises(InvalidInput, match="windows must be 1 to 58: the text has 60000 tokens"):
+            sides.windows(tokenizer, count)
 
 
 def test_a_table_of_sides_of_which_some_wrote_no_answers(capsys):

@@ -17,6 +17,7 @@ import sglang_engine
 import sglang_stand_in as stand_in
 import torch
 
+from octavo.bench.engines import same_bytes
 from octavo.formats import TORCH_DTYPES
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not stand_in.INSTALLED, reason="SGLang is not installed")]
@@ -41,7 +42,8 @@ def generate(folder, backend, dtype, kv_cache_dtype):
     info = folder / "plugin" / "octavo-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\noctavo = octavo.integrations.sglang:register\n")
+    entry = same_bytes.ENTRY if backend in same_bytes.NAMES else "octavo.integrations.sglang:register"
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\noctavo = {entry}\n")
     places = [str(info.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -100,3 +102,12 @@ def test_an_fp8_cache_is_exact_over_what_it_keeps(checkpoint, kv_cache_dtype):
     over_fp8, plain = exact(checkpoint, TORCH_DTYPES[kv_cache_dtype]), exact(checkpoint)
     assert error(found, over_fp8) < 0.01 * (over_fp8 - plain).abs().mean()
     assert all(len(tokens) == 6 for tokens in found["tokens"]) and found["cached"][1] >= 128
+
+
+def test_a_prompt_that_is_read_twice_is_scored_the_same_over_the_same_bytes(checkpoint):
+    """On a CPU octavo is exact itself: in fp32 the two readings agree, over bytes that cost something."""
+    found = generate(checkpoint, "same-bytes-exact", "float32", "fp8_e4m3")
+    over_fp8, plain = (exact(checkpoint, kept)[:132].mean() for kept in (torch.float8_e4m3fn, None))
+    assert found["scored_tokens"] == 3 * 132 and 0 < found["token_deviation"] < 1e-4
+    cost = abs(over_fp8 - plain).item()
+    assert abs(found["exact_window_losses"][2] + over_fp8.item()) < 0.05 * cost

@@ -3,11 +3,12 @@
     python -m octavo.bench.engines.in_sglang text --model SMOLLM2_FOLDER --out text.json
     python -m octavo.bench.engines.in_sglang throughput --out benchmarks/results/h200/sglang.jsonl
 
-A side is BACKEND:CACHE, "octavo:fp8_e4m3"; each is a process of its own with an engine of its own. The side "reference"
-is octavo's reference over the same bytes as octavo: exact attention, without graphs, and so slow that it has its
-perplexity measured and writes no answers. Throughput is of Llama-3.1-8B's shapes with dummy weights: every side of a
-group is set up first, then they are measured one after the other, so that one alone has the GPU. SGLang has to be
-importable (--site adds a folder); octavo need not be installed.
+A side is BACKEND:CACHE, "octavo:fp8_e4m3"; each is a process of its own with an engine of its own. The sides
+"same-bytes" and "same-bytes-exact" are octavo and octavo-exact beside exact attention over the bytes that they write
+(same_bytes.py). The side "reference" is exact attention over bytes that it writes itself, which are others. These three
+run without graphs, have their perplexity measured and write no answers. Throughput is of Llama-3.1-8B's shapes with
+dummy weights: every side of a group is set up first, then they are measured one after the other, so that one alone has
+the GPU. SGLang has to be importable (--site adds a folder); octavo need not be installed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from . import same_bytes
 from . import sides as running
 from .sides import LLAMA_8B, path
 
@@ -36,7 +38,8 @@ TEXT_SIDES = (
     "octavo:auto",
     "octavo:fp8_e4m3",
     "octavo-exact:fp8_e4m3",
-    "reference:fp8_e4m3",
+    "same-bytes:fp8_e4m3",
+    "same-bytes-exact:fp8_e4m3",
     "fa3:fp8_e4m3",
 )
 SPEED_SIDES = ("octavo:fp8_e4m3", "fa3:fp8_e4m3", "triton:fp8_e4m3", "octavo:auto", "fa3:auto", "triton:auto")
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=128, help="tokens generated for each")
     parser.add_argument("--together", type=int, default=3, help="engines that the GPU's memory holds at once")
     parser.add_argument("--perplexity", action="store_true", help="of text: no answers, the perplexity alone")
+    parser.add_argument("--windows", type=int, default=64, help="of 1024 tokens, which same-bytes sides read twice")
     arguments = running.parse(parser, argv)
     if len(sides_of(arguments)) > MOST_SIDES:
         parser.error(f"--sides must be {MOST_SIDES} at most, {len(sides_of(arguments))} came")
@@ -107,7 +111,8 @@ def sides_of(arguments: argparse.Namespace) -> Sequence[str]:
 def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Popen[bytes]:
     """A side in a process group of its own, with its log in the work folder."""
     command = running.command_of("octavo.bench.engines.in_sglang", side, arguments, work)
-    plugin = running.plugin_folder(work, "sglang.srt.plugins", "octavo.integrations.sglang:register")
+    entry = same_bytes.ENTRY if rereads(side) else "octavo.integrations.sglang:register"
+    plugin = running.plugin_folder(work, "sglang.srt.plugins", entry)
     env = {
         **LOCAL,
         **os.environ,
@@ -121,6 +126,11 @@ def start(side: str, arguments: argparse.Namespace, work: Path) -> subprocess.Po
     return running.launch(command, env, path(work, side, "log"))
 
 
+def rereads(side: str) -> bool:
+    """Whether the side is read beside exact attention over its own bytes."""
+    return side.split(":")[0] in same_bytes.NAMES
+
+
 def print_text(found: dict[str, dict[str, Any]]) -> None:
     """Perplexity, and how many greedy tokens are the first side's before the first difference."""
     first = next((r for r in found.values() if "tokens" in r), {})
@@ -130,12 +140,21 @@ def print_text(found: dict[str, dict[str, Any]]) -> None:
             print(f"{side:24} {r['error']}")
             continue
         if "tokens" not in r:
-            print(f"{side:24} {r['perplexity']:11.4f} {r.get('unfinished', '')}")
+            print(f"{side:24} {r['perplexity']:11.4f}", *beside_exact(r), r.get("unfinished", ""))
             continue
         pairs = list(zip(r["tokens"], first["tokens"], strict=True))
         same = sum(next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x)) for x, y in pairs)
         total = sum(len(x) for x, _ in pairs)
         print(f"{side:24} {r['perplexity']:11.4f} {f'{same}/{total}':>12} {r['again']!s:>13}  {r['text'][0][:50]!r}")
+
+
+def beside_exact(r: dict[str, Any]) -> list[str]:
+    """Of a same-bytes side: how far it is from exact attention, in words; nothing of another."""
+    if "change" not in r:
+        return []
+    value, low, high = (None if r["change"][k] is None else 100 * r["change"][k] for k in ("value", "low", "high"))
+    interval = "" if low is None else f" ({low:+.3f} to {high:+.3f})"
+    return [f"{value:+.3f} %{interval} of exact attention's {r['exact_perplexity']:.4f} over the same bytes"]
 
 
 def print_speed(found: dict[str, dict[str, Any]]) -> None:
@@ -209,6 +228,8 @@ def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:
     }
     if backend == "reference":  # it reads lengths on the host
         asked |= {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
+    if rereads(arguments.side):
+        asked |= same_bytes.OPTIONS
     for name in asked.keys() - known:
         print(f"left out: {name}, which this release does not have", flush=True)
     return sglang.Engine(**{name: value for name, value in asked.items() if name in known})
@@ -238,13 +259,14 @@ def fields_of(record: Any) -> Any:
 def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
     """Perplexity over a text that Python brings, then greedy answers, and the same from cached prefixes.
 
-    The perplexity is left for the driver as soon as it is known. The side "reference" writes no answers: it attends
-    sequence by sequence, a step takes it a tenth of a second and more, and they would take it minutes.
+    The perplexity is left for the driver as soon as it is known. Sides without graphs write no answers: exact attention
+    goes sequence by sequence, a step takes it a tenth of a second and more, and they would take it minutes.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    graphless = arguments.side.startswith("reference:")
+    twice = rereads(arguments.side)
+    graphless = twice or arguments.side.startswith("reference:")
     alone = arguments.perplexity or graphless
     engine = make_engine(
         arguments,
@@ -257,6 +279,9 @@ def write_text(arguments: argparse.Namespace) -> dict[str, Any]:
         # Graphs of no other size are replayed where nothing but the windows is read.
         **({"cuda_graph_bs_prefill": [CHUNK], "cuda_graph_bs_decode": [1]} if alone and not graphless else {}),
     )
+    if twice:
+        windows = running.windows(tokenizer, arguments.windows)
+        return same_bytes.measure(engine, windows, lambda r: running.leave_part(arguments.work, arguments.side, r))
     found = perplexity(engine, tokenizer)
     if not alone:
         running.leave_part(arguments.work, arguments.side, found)
@@ -269,8 +294,13 @@ def perplexity(engine: Any, tokenizer: Any) -> dict[str, Any]:
     windows = running.windows(tokenizer)
     one = {"temperature": 0.0, "max_new_tokens": 1}
     scored = engine.generate(input_ids=windows, sampling_params=one, return_logprob=True, logprob_start_len=0)
-    lost = [-entry[0] for s in scored for entry in s["meta_info"]["input_token_logprobs"][1:]]
-    return {"perplexity": math.exp(sum(lost) / len(lost)), "scored_tokens": len(lost)}
+    lost = [[-entry[0] for entry in s["meta_info"]["input_token_logprobs"][1:]] for s in scored]
+    tokens = sum(map(len, lost))
+    return {
+        "perplexity": math.exp(sum(map(sum, lost)) / tokens),
+        "scored_tokens": tokens,
+        "window_losses": [sum(window) / len(window) for window in lost],
+    }
 
 
 def answers(engine: Any, tokenizer: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from ...errors import InvalidInput
 from .. import report
 
 ROOT = Path(__file__).resolve().parents[3]  # the folder that holds octavo
@@ -91,11 +92,15 @@ def chats(tokenizer: Any) -> list[str]:
     return [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
 
 
-def windows(tokenizer: Any) -> list[list[int]]:
-    """Token ids of WINDOWS windows, apart from each other, of a text that Python brings."""
+def windows(tokenizer: Any, count: int = WINDOWS) -> list[list[int]]:
+    """Token ids of `count` windows, apart from each other and at most 5000 tokens, of a text that Python brings."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    return [ids[5000 * i : 5000 * i + WINDOW] for i in range(WINDOWS)]
+    most = (len(ids) - WINDOW) // WINDOW + 1
+    if not 0 < count <= most:
+        raise InvalidInput(f"windows must be 1 to {most}: the text has {len(ids)} tokens", count)
+    apart = min(5000, (len(ids) - WINDOW) // max(count - 1, 1))
+    return [ids[apart * i : apart * i + WINDOW] for i in range(count)]
 
 
 def write_json(found: dict[str, Any], out: Path) -> None:
@@ -144,8 +149,8 @@ def launch(command: list[str], env: dict[str, str], log: Path) -> subprocess.Pop
 
 
 def plugin_folder(work: Path, group: str, entry: str) -> Path:
-    """Metadata with octavo's entry point, by which an engine finds a checkout that is not installed."""
-    info = work / "plugin" / "octavo-0.dist-info"
+    """Metadata with octavo's entry point, by which an engine finds a checkout that is not installed; one an entry."""
+    info = work / entry.replace(":", "-") / "octavo-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\noctavo = {entry}\n")
