@@ -243,6 +243,15 @@ BACKENDS = (
             one_of("kv_dtype", ("fp8_e4m3",), "fp8_e4m3"),
             one_of("page_size", (32, 64, 128), 64),
             shapes(("64", "128", "256"), phases=("prefill",)),
+            Rule(
+                needs="page_size 32 or 64 under exact prefill of heads of 256 by 16-bit queries (shared memory)",
+                holds=lambda spec, device, phase: (
+                    (head_dims(spec), spec.page_size) != ("256", 128) or tuning.hopper_prefill_fits(spec)
+                ),
+                found=lambda spec, device, phase: str(spec.page_size),
+                nearest=lambda spec: {"page_size": 64},
+                phases=("prefill",),
+            ),
             shapes(("64", "128", "192/128", "256"), phases=("decode",)),
             at_most("group_size", 32, "a ratio of query to KV heads"),
             one_of("scale_granularity", ("tensor", "head"), "tensor"),

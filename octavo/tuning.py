@@ -253,6 +253,17 @@ class HopperPrefillTile:
 @lru_cache(maxsize=1024)
 def hopper_prefill_tile(spec: AttentionSpec) -> HopperPrefillTile:
     """Tile of Hopper's prefill."""
+    block, stages = _hopper_prefill_stages(spec)
+    return HopperPrefillTile(min(spec.group_size & -spec.group_size, 32), block, 4 if stages >= 4 else 2)
+
+
+def hopper_prefill_fits(spec: AttentionSpec) -> bool:
+    """Whether a tile's query and two blocks of keys and values have room in an SM's shared memory."""
+    return _hopper_prefill_stages(spec)[1] >= 2
+
+
+def _hopper_prefill_stages(spec: AttentionSpec) -> tuple[int, int]:
+    """Tokens of a block of keys, and for how many of them, with their values, shared memory has room."""
     exact, fp8_query = spec.precision == "exact", spec.query_dtype == "fp8_e4m3"
     block = max(64 if exact and spec.head_dim > 128 else 128, spec.page_size)
     terms = 2 if exact and not fp8_query else 1
@@ -260,8 +271,7 @@ def hopper_prefill_tile(spec: AttentionSpec) -> HopperPrefillTile:
     piece = 64 if exact else spec.head_dim
     results = 64 * piece * 4 if piece <= 128 else 0  # on their way to whole rows
     room = HOPPER_SHARED_MEMORY - HOPPER_RESERVED - HOPPER_SCRATCH - query - results
-    stages = 4 if room >= 4 * block * 2 * spec.head_dim else 2
-    return HopperPrefillTile(min(spec.group_size & -spec.group_size, 32), block, stages)
+    return block, room // (block * 2 * spec.head_dim)
 
 
 def hopper_prefill_pieces(device: Device) -> int:

@@ -326,6 +326,17 @@ def test_every_function_that_is_called_written_is_a_file_and_the_other_way_round
         assert not WRITTEN[backend] & UNPROVEN[backend], backend
 
 
+def test_what_does_not_fit_shared_memory_is_refused() -> None:
+    """Exact prefill of heads of 256: two terms of a query, and a page of 128, in 227 KiB."""
+    spec = AttentionSpec(4, 2, 256, page_size=128, precision="exact")
+    choice = choose(spec, "h200")
+    assert (choice.prefill.backend, choice.decode.backend) == ("triton", "gluon")
+    (reason,) = choice.prefill.verdicts["gluon"].reasons
+    assert reason.startswith("needs page_size 32 or 64") and reason.endswith("found 128")
+    for fields in ({"page_size": 64}, {"precision": "fast"}, {"query_dtype": "fp8_e4m3"}):
+        assert choose(dataclasses.replace(spec, **fields), "h200").prefill.backend == "gluon"
+
+
 def test_docs_rules_is_current() -> None:
     assert (ROOT.parent / "docs" / "rules.md").read_text(encoding="utf-8") == rules_markdown()
 

@@ -23,6 +23,7 @@ rounding needs no term: it is monotone, so a result lies between the rounded end
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +55,7 @@ class Rounding:
     weight: float = 0.0
     weight_floor: float = 0.0
     product: float = 0.0
+    most_factor: float = math.inf  # of a score in powers of two, made of an e4m3 query whose largest is 224 at least
 
 
 def rounding_of(spec: AttentionSpec, backend: str, phase: str, device: Device, tokens: int) -> Rounding:
@@ -65,11 +67,12 @@ def rounding_of(spec: AttentionSpec, backend: str, phase: str, device: Device, t
     fast = phase == "prefill" and spec.precision == "fast" and spec.kv_dtype == "fp8_e4m3"
     if backend == "gluon" and fast:
         # fp16 from the first sum on: a score once for each 32 products and twice after; the argument of 2^x, below 16,
-        # by 2^-8; 2^x itself, a parabola, by 2^-9, and never below 2^-14; sums of P, by pairs; a tanh by 2^-10.
+        # by 2^-8; 2^x itself, a parabola, by 2^-9, and 0 below 2^-15; sums of P, by pairs; a tanh by 2^-10.
         scores = {"score": (spec.head_dim // 32) * FP16 + cut["score"], "scaled": 2 * FP16, "score_floor": 2.0**-7}
         weights = {"weight": E4M3 + 2.0**-8, "weight_floor": 2.0**-14, "total": 2.0**-8, "product": cut["product"]}
         query = 0.0 if spec.query_dtype == "fp8_e4m3" else E4M3 + STEPS
-        return Rounding(query, E4M3_FLOOR / 448, cap=2.0**-9, **scores, **weights)
+        most = 65504.0 if spec.softcap is None else math.inf
+        return Rounding(query, E4M3_FLOOR / 448, cap=2.0**-9, most_factor=most, **scores, **weights)
     if backend == "gluon":  # two e4m3 terms: hi + lo / 16
         return Rounding(BF16, 2.0**-21, weight=BF16, weight_floor=2.0**-21, **cut)
     if fast:
@@ -140,6 +143,10 @@ def _sequence(
     peaks = q.abs().amax(-1, keepdim=True) * k.abs().sum(-1)[:, None, None]
     off = spec.scale * ((rounding.query + rounding.score) * sizes + rounding.query_floor * peaks)
     off = off + rounding.score_floor + rounding.scaled * s.abs()
+    if rounding.most_factor < math.inf and batch.cache.k_scale is not None:
+        scale = batch.cache.k_scale.double().reshape(-1, 1, 1, 1)
+        factor = q.abs().amax(-1, keepdim=True) * scale * (spec.scale * math.log2(math.e) / 224)
+        off = off + (1 - rounding.most_factor / factor).clamp_min(0.0) * s.abs()
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
         off = off + rounding.cap * spec.softcap
@@ -153,11 +160,11 @@ def _sequence(
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     off = off + rounding.scaled * size
     norm = torch.logsumexp(s, -1, keepdim=True)
-    p = torch.where(s > float("-inf"), torch.exp(s - norm), 0.0).nan_to_num(0.0)
-    log_sum = torch.logsumexp(torch.where(p > 0, p.log() + off, float("-inf")), -1, keepdim=True)
-    log_sum = log_sum.clamp_min(0.0)
-    spread = (off + log_sum + rounding.total).clamp_max(700.0)
-    up = (p * spread.exp()).clamp_max(1.0)
+    log_p = torch.where(s > float("-inf"), s - norm, float("-inf"))
+    p = log_p.exp()
+    log_sum = torch.logsumexp(log_p + off, -1, keepdim=True).clamp_min(0.0)
+    spread = off + log_sum + rounding.total
+    up = (log_p + spread).clamp_max(0.0).exp()  # not of p, which underflows where an error may bring it back
     least = torch.maximum(p * (-spread).exp(), 1 - (up.sum(-1, keepdim=True) - up)).minimum(p)
     change = torch.maximum(up - p, p - least)
     c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]

@@ -30,6 +30,7 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "min": np.fmin,
     "abs": np.abs,
     "neg": np.negative,
+    "rcp": np.reciprocal,
     "fma": lambda a, b, c: a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64),
     "ex2": np.exp2,
     "lg2": np.log2,
@@ -98,6 +99,7 @@ def compare(c: Context) -> Effect:
         "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
         "ne": np.not_equal, "neu": np.not_equal,
         "ltu": lambda a, b: ~(a >= b), "gtu": lambda a, b: ~(a <= b),
+        "leu": lambda a, b: ~(a > b), "geu": lambda a, b: ~(a < b),
     }[c.parts[1]]  # fmt: skip
     a, b = (c.values(x, part) for x in c.operands[1:3])
     store = c.write(c.operands[0], "pred")

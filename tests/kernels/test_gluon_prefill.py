@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import tuning
+from octavo.backends import BY_NAME
 from octavo.device import Device
 from octavo.spec import AttentionSpec
 
@@ -18,11 +19,11 @@ from .compiled import disassembly, printed
 H200 = Device.named("h200")
 # Instructions of the longest loop of products without masks: of two blocks, but one of exact and of head_dim 256.
 LOOPS = {
-    "of 128": 934,
-    "of 64": 867,
-    "of 256": 542,
+    "of 128": 1030,
+    "of 64": 956,
+    "of 256": 579,
     "of 128, pages of 32, all features": 1510,
-    "of 128, pages of 128": 934,
+    "of 128, pages of 128": 1030,
     "exact of 128": 746,
     "exact of 64": 650,
     "exact of 256": 718,
@@ -75,6 +76,30 @@ def touched_in_flight(listing: str) -> int:
     return found
 
 
+# What takes most shared memory of what the planner accepts: head_dim, page_size, precision and query_dtype.
+LARGE = (
+    (64, 128, "exact", "bfloat16"),
+    (128, 128, "exact", "bfloat16"),
+    (256, 128, "fast", "bfloat16"),
+    (256, 128, "exact", "fp8_e4m3"),
+    (256, 64, "exact", "bfloat16"),
+)
+
+
+def compile_large() -> None:
+    """Print a list with the label and shared memory of each of LARGE."""
+    from octavo.kernels.gluon.decode import _example
+    from octavo.kernels.gluon.prefill import launch, prefill_kernel
+    from octavo.testing.aot import compile_case
+
+    for dim, page, precision, query in LARGE:
+        spec = AttentionSpec(4, 2, dim, page_size=page, precision=precision, query_dtype=query)
+        memory = torch.empty(1 << 16, dtype=torch.int32, device="meta")
+        shared = compile_case(prefill_kernel, launch(_example(spec), memory, H200), H200)[0].metadata.shared
+        accepted = not BY_NAME["gluon"].reasons(spec, H200, "prefill")
+        print(json.dumps({"label": str((dim, page, precision, query)), "large": shared, "accepted": accepted}))
+
+
 def compile_all() -> None:
     """Print a JSON object for each launch of the kernel; run as a program, since TRITON_INTERPRET must not be set."""
     from octavo.kernels.gluon.prefill import aot_cases
@@ -101,8 +126,19 @@ def compile_all() -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return {case["label"]: case for case in printed(__name__)}
+def printed_cases():
+    return printed(__name__)
+
+
+@pytest.fixture(scope="module")
+def compiled(printed_cases):
+    return {case["label"]: case for case in printed_cases if "large" not in case}
+
+
+def test_what_is_accepted_fits_shared_memory(printed_cases):
+    large = [case for case in printed_cases if "large" in case]
+    assert len(large) == len(LARGE) and all(case["accepted"] for case in large)
+    assert {case["label"]: case["large"] for case in large if case["large"] > H200.shared_memory} == {}
 
 
 def test_a_program_fits_an_sm(compiled):
@@ -237,3 +273,4 @@ def test_the_workspace_grows_with_every_bound(fields):
 
 if __name__ == "__main__":
     compile_all()
+    compile_large()

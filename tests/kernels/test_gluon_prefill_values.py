@@ -17,6 +17,7 @@ from octavo import tuning
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.spec import AttentionSpec
+from octavo.testing import bounds, fuzz
 from octavo.testing.compare import errors, exact
 from octavo.testing.inputs import Batch, make_batch
 from octavo.testing.poison import poison
@@ -45,6 +46,17 @@ CASES = {
     "exact 256": (spec_of(dim=256, precision="exact"), [300], [40], 1),
     "decodes are left alone": (spec_of(lse=True, max_query_len=2), [100, 200, 300, 130], [1, 2, 40, 1], 1),
     "pages that are not there": (spec_of(lse=True), [700, 100], [40, 33], 1),
+}
+# Scores of thousands: beyond fp16, or where fp16 holds a reference to within many bits. Each went wrong on a GPU once.
+PEAKED = fuzz.Values("token magnitudes")
+FAR = {
+    "one token far below 0": (spec_of(8, 2), (1, 3), fuzz.Values("normal", 3), fuzz.Values("outlier channel")),
+    "one token far above 0": (spec_of(8, 2), (1, 2), fuzz.Values("outlier channel", 2), fuzz.Values("outlier channel")),
+    "many": (spec_of(8, 2, lse=True), (65, 2), fuzz.Values("normal", 2), PEAKED),
+    "many of 256": (spec_of(4, 2, 256, lse=True), (63, 4), PEAKED, PEAKED),
+    "beyond fp16": (spec_of(8, 2, lse=True, sinks=True), (300, 40), fuzz.Values("normal", 3), fuzz.Values("offset", 1)),
+    "beyond fp16 of 64": (spec_of(4, 1, 64, window=100), (200, 70), fuzz.Values("token magnitudes", 3), PEAKED),
+    "in exact": (spec_of(8, 2, lse=True, precision="exact"), (65, 9), fuzz.Values("normal", 3), PEAKED),
 }
 
 
@@ -76,6 +88,10 @@ def attend(batch: Batch, programs: int) -> torch.Tensor:
 
 def found(name: str) -> dict[str, object]:
     """What a case gives."""
+    if name in FAR:
+        spec, sequence, q, k = FAR[name]
+        batch = fuzz.Example(spec, (), (sequence,), q=q, k=k).batch("cpu", 16)
+        return {"faults": bounds.faults(batch, attend(batch, 1), ("gluon", "gluon"), H200)}
     spec, lens, rows, programs = CASES[name]
     batch = make_batch(spec, lens, rows, device="cpu", k_scale=0.9, v_scale=1.1)
     if name == "pages that are not there":
@@ -120,6 +136,11 @@ def test_values(results, name):
         assert case["rel"] <= math.hypot(FP8_ERROR, case["rel_bf16"]) and case.get("lse_off", 0.0) < 0.25
 
 
+@pytest.mark.parametrize("name", FAR)
+def test_scores_of_thousands(results, name):
+    assert results[name]["faults"] == []
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
+    for case in sys.argv[1:] or [*CASES, *FAR]:
         print(json.dumps([case, found(case)]), flush=True)

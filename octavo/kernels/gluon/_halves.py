@@ -205,9 +205,58 @@ def scale_pairs(x, factor, offset):
     )
 
 
+MOST_EXPONENT = gl.constexpr(8000.0)  # in `_TEMPER` too, in fp32's bits
+_TEMPER = """
+setp.gt.f32 far, size{j}, 0f45FA0000;
+setp.lt.and.f32 far, size{j}, 0f7F000000, far;
+rcp.approx.ftz.f32 t, size{j};
+mul.f32 t, t, 0f45F6E000;
+mul.f32 t, t, ${factor};
+cvt.rn.f16.f32 h, t;
+cvt.f32.f16 t, h;
+selp.f32 ${out}, t, ${out}, far;
+setp.gt.and.f32 far, ${reference}, 0fC7000000, far;
+rcp.approx.ftz.f32 size{j}, ${factor};
+mul.f32 t, t, size{j};
+mul.f32 t, t, ${reference};
+cvt.rp.f16.f32 h, t;
+cvt.f32.f16 t, h;
+selp.f32 ${old}, t, ${old}, far;
+"""
+
+
+@gluon.constexpr_function
+def temper_asm():
+    """Of two rows: a smaller factor and the reference that goes with it, where top times factor is too large."""
+    text = "{ .reg .pred far, any; .reg .b16 h; .reg .f32 t, size<2>;\n"
+    for j in range(2):
+        text += f"mul.f32 t, ${4 + j}, ${6 + j};\nabs.f32 size{j}, t;\n"
+        text += f"mov.f32 ${j}, ${6 + j};\nmov.f32 ${2 + j}, ${8 + j};\n"
+    text += "max.f32 t, size0, size1;\nsetp.gt.f32 any, t, 0f45FA0000;\nvote.sync.any.pred any, any, 0xffffffff;\n"
+    text += "@!any bra SAME;\n"
+    for j, template in enumerate((_TEMPER, _TEMPER)):
+        text += template.format(j=j, out=j, old=2 + j, factor=6 + j, reference=8 + j)
+    return text + "SAME:\n}"
+
+
+@gluon.jit
+def tempered(top, factor, reference):
+    """Factor and reference of rows, fp32 [M], which fp16 holds, by a new maximum `top` of their scores.
+
+    Where top times factor exceeds MOST_EXPONENT, both become smaller, so that it is no more than that. fp16 holds such
+    a reference to within 4, and it could hold a larger one to within 8 and more, by which every P would be too small.
+    What is lost is known to nobody: scores as large, of a query of four digits, are off by more than 2^-9 of
+    themselves, which is 16 at the border and grows as fast as what is made of it shrinks.
+    """
+    return gl.inline_asm_elementwise(
+        temper_asm(), "=&f,=&f,=&f,=&f,f,f,f,f,f,f", [top, factor, reference],
+        dtype=(gl.float32, gl.float32), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
 # 2^x by the special-function unit, its halves put together by hand: for ex2.approx.f16x2 ptxas does that for each use.
-# And by multiply-add units: x = n + f, a parabola for 2^f (off by 2^-9), n added to the exponent; below 2^-14, which
-# e4m3 rounds to 0, it stays at 2^-14.
+# And by multiply-add units: x = n + f, a parabola for 2^f (off by 2^-9), n added to the exponent. x is at least -15, of
+# which the bits become 0 (or, in the high half, 2^-24: the sum of the low one carries where n is negative).
 _BY_UNIT = """
 mov.b32 {{low, high}}, {x};
 ex2.approx.f16 low, low;
@@ -230,7 +279,7 @@ add.s32 {out}, t, r;
 _CONSTANTS = """
 .reg .b16 low, high;
 .reg .b32 x, t, r, least, magic, c0, c1, c2;
-mov.b32 least, 0xCB00CB00;
+mov.b32 least, 0xCB80CB80;
 mov.b32 magic, 0x66006600;
 mov.b32 c0, 0x3C003C00;
 mov.b32 c1, 0x39A139A1;

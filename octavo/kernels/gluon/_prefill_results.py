@@ -26,7 +26,7 @@ class Parts(NamedTuple):
 
 @gluon.jit
 def finish_tile(
-    o, reference, weight, count, ints, floats, output, memory, schedule, WHICH: gl.constexpr, c: gl.constexpr
+    o, reference, weight, grown, count, ints, floats, output, memory, schedule, WHICH: gl.constexpr, c: gl.constexpr
 ):
     """Normalise and write 64 rows; or keep them as a part, and merge all parts if this one is the last."""
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
@@ -34,9 +34,11 @@ def finish_tile(
     PIECES: gl.constexpr = c.pieces
     bits = reference - EXACT_BITS if c.exact else reference
     total = as_rows(gl.sum(weight, axis=1), c)
-    if not c.exact:  # what is masked still adds 2^-14 by a parabola
+    if not c.exact:  # what is masked still adds 2^-24 by a parabola
         total = gl.where(reference > LOWEST, total, 0.0)
     lse = bits + gl.log2(total)
+    if c.tempered:
+        lse = lse * grown
     inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
     parts = get(ints, count, PARTS)
     if parts == 1:

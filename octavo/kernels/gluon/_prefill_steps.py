@@ -27,6 +27,7 @@ from ._results import LOG2E, NOTHING
 P_BITS, SLACK = gl.constexpr(6.0), gl.constexpr(2.5)  # P is in [0, 2^8.5], and e4m3 ends at 448 = 2^8.8
 EXACT_BITS, EXACT_SLACK = gl.constexpr(8.0), gl.constexpr(16.0)  # P is in [0, 2^8]
 LOWEST = gl.constexpr(-60000.0)  # a reference that no score is below, in fp16
+MOST_FACTOR = gl.constexpr(65504.0)  # of a score, in fp16
 MOST_SCORE = gl.constexpr(57344.0)  # of a row: fp16 ends at 65504, and a rounded query may be 1/16 more
 PARABOLAS = gl.constexpr(2)  # of four pairs of P, those that spare the special-function unit
 
@@ -68,6 +69,26 @@ def as_rows(x, c: gl.constexpr):
 
 
 @gluon.jit
+def query_scales(head, scales, rows: gl.constexpr, c: gl.constexpr):
+    """The caller's scales of a tile's rows."""
+    q_head = head * c.pack + gl.arange(0, ROWS, layout=rows) % c.pack
+    return gl.load(scales.query + q_head * scales.query_head)
+
+
+@gluon.jit
+def scale_of_large_keys(x, scale, head, factor, scales, rows: gl.constexpr, c: gl.constexpr):
+    """The query's scale, larger where the factor would exceed what fp16 holds: before so large a scale of theirs keys
+    are small, and so are products with them."""
+    if factor > 1.0:
+        of_rows = gl.full([ROWS], factor * LOG2E, gl.float32, rows)
+        if scales.query is not None:
+            of_rows *= query_scales(head, scales, rows, c)
+        least = pipe.power_of_two_scale(448.0 * 0.5 * MOST_FACTOR / of_rows)
+        scale = gl.minimum(gl.maximum(scale, least), pipe.power_of_two_scale(gl.max(gl.abs(x), axis=1)))
+    return scale
+
+
+@gluon.jit
 def load_query(q_in, q_terms, factors, head, factor, scales, c: gl.constexpr):
     """The query tile as e4m3 in shared memory, and what turns a product of each row into a score in powers of two."""
     layout: gl.constexpr = gl.BlockedLayout([1, c.dim // 8], [4, 8], [4, 1], [1, 0])
@@ -84,11 +105,12 @@ def load_query(q_in, q_terms, factors, head, factor, scales, c: gl.constexpr):
             q_terms[1].store((x - pipe.round_e4m3(x)).to(gl.float8e4nv))
     else:  # no product with keys, which are 448 at most, exceeds what fp16 holds
         scale = pipe.power_of_two_scale(gl.sum(gl.abs(x), axis=1) * (448.0 * 448.0 / MOST_SCORE))
+        if c.tempered:
+            scale = scale_of_large_keys(x, scale, head, factor, scales, rows, c)
         q_terms[0].store((x * gl.expand_dims(scale, 1)).to(gl.float8e4nv))
     factor = factor / scale
     if scales.query is not None:
-        q_head = head * c.pack + gl.arange(0, ROWS, layout=rows) % c.pack
-        factor *= gl.load(scales.query + q_head * scales.query_head)
+        factor *= query_scales(head, scales, rows, c)
     factor = factor * LOG2E if c.softcap is None else factor * (1.0 / c.softcap)
     factors.store(gl.maximum(factor, 1e-37))
     fence_async_shared()
@@ -101,7 +123,7 @@ def row_factors(factors, c: gl.constexpr):
     if c.softcap is not None or c.exact:
         return factor
     else:
-        return gl.minimum(gl.maximum(half.round_half(factor, False), 2.0**-24), 65504.0)
+        return gl.minimum(gl.maximum(half.round_half(factor, False), 2.0**-24), MOST_FACTOR)
 
 
 @gluon.jit
@@ -196,15 +218,20 @@ def capped(s, factor, c: gl.constexpr):
 
 @gluon.jit
 def exponents_fast(s, reference, factor, c: gl.constexpr):
-    """Exponents of P in pairs, s factor - reference, and the reference: what P's maximum was less P_BITS, in fp16.
+    """Exponents of P in pairs, s factor - reference; the reference before and now, and the factor.
 
-    It moves only where P would exceed 2^(P_BITS + SLACK), which e4m3 holds: few blocks then rescale the output.
+    The reference is what P's maximum was less P_BITS, in fp16. It moves only where P would exceed 2^(P_BITS + SLACK),
+    which e4m3 holds: few blocks then rescale the output. Of capped scores the factor is 1.
     """
     top = as_rows(half.row_max(s), c)
-    new = half.round_half(top * factor - P_BITS, True)
+    if c.tempered:
+        factor, reference = half.tempered(top, factor, reference)
+    of_scores = softmax_factor(factor, c)
+    new = half.round_half(top * of_scores - P_BITS, True)
     new = gl.where(new > reference + SLACK, new, reference)
     L: gl.constexpr = s.type.layout
-    return half.scale_pairs(s, as_column(half.twice(factor), L), as_column(half.twice(-new), L)), new
+    x = half.scale_pairs(s, as_column(half.twice(of_scores), L), as_column(half.twice(-new), L))
+    return x, reference, new, factor
 
 
 @gluon.jit
@@ -313,15 +340,15 @@ def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile
         s = capped(s, factor, c)
     if MASK:
         s = masked(s, block, limit, tile, c)
-    x, new = exponents_fast(s, reference, softmax_factor(factor, c), c)
-    p, keep, weight = softmax_fast(x, reference, new, weight, c)
+    x, old, new, factor = exponents_fast(s, reference, factor, c)
+    p, keep, weight = softmax_fast(x, old, new, weight, c)
     p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
     wait_full(v_full, step, c)
     wait_full(k_full, step + 1, c)
     following = start_scores(step + 1, q_terms, k_tiles, c)
     o, s = add_products(p8, o, keep, following, step, v_tiles, c)
     free(empty, step + 1, c)
-    return s, o, new, weight
+    return s, o, new, weight, factor
 
 
 @gluon.jit
@@ -335,10 +362,10 @@ def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles
     for u in gl.static_range(UNROLL):
         if c.softcap is not None:
             s = capped(s, factor, c)
-        x, new = exponents_fast(s, reference, softmax_factor(factor, c), c)
+        x, old, new, factor = exponents_fast(s, reference, factor, c)
         wait_full(k_full, step + u + 1, c)  # here: the registers of these scores are free for the next
         following = start_scores(step + u + 1, q_terms, k_tiles, c)
-        p, keep, weight = softmax_fast(x, reference, new, weight, c)
+        p, keep, weight = softmax_fast(x, old, new, weight, c)
         reference = new
         wait_full(v_full, step + u, c)  # here: a border that keeps the softmax before the wait for P V
         if u > 0:
@@ -354,7 +381,7 @@ def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles
         else:  # nothing may be in flight over the loop's end: ptxas would serialise all products
             o, s = add_products(p8, o, keep, following, step + u, v_tiles, c)
             free(empty, step + u + 1, c)
-    return s, o, reference, weight
+    return s, o, reference, weight, factor
 
 
 @gluon.jit
@@ -391,7 +418,7 @@ def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, til
             pv = warpgroup_mma_wait(0, deps=[pv])
         out = out + (old + pv * as_column(add, OUT),)
     free(empty, step + 1, c)
-    return s, out, new, weight
+    return s, out, new, weight, factor
 
 
 @gluon.jit

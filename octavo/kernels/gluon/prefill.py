@@ -89,26 +89,27 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
         tile = (batch, ints, count)
         while number < end_masked:
             block = end - 1 - number + (top + 1 - blocks)
-            s, o, reference, weight = one_block(block, number, q_terms, s, o, reference, weight, factor,
-                                                limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
+            s, o, reference, weight, factor = one_block(block, number, q_terms, s, o, reference, weight, factor,
+                                                        limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
             number += 1
         if not c.exact:
             while number + (c.unroll - 1) < end_whole:
-                s, o, reference, weight = blocks_fast(
+                s, o, reference, weight, factor = blocks_fast(
                     number, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c
                 )
                 number += c.unroll
         while number < end_whole:
-            s, o, reference, weight = one_block(0, number, q_terms, s, o, reference, weight, factor,
-                                                limit, tile, k_tiles, v_tiles, bars, False, c)  # fmt: skip
+            s, o, reference, weight, factor = one_block(0, number, q_terms, s, o, reference, weight, factor,
+                                                        limit, tile, k_tiles, v_tiles, bars, False, c)  # fmt: skip
             number += 1
         if c.window > 0:
             while number < end:
                 block = end - 1 - number + get(ints, count, TOP) + 1 - get(ints, count, BLOCKS)
-                s, o, reference, weight = one_block(block, number, q_terms, s, o, reference, weight, factor,
-                                                    limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
+                s, o, reference, weight, factor = one_block(block, number, q_terms, s, o, reference, weight, factor,
+                                                            limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
                 number += 1
-        finish_tile(o, reference, weight, count, ints, floats, output, memory, schedule, WHICH, c)
+        grown = row_factors(factors, c) / factor  # what scores were scaled down by, as a rule nothing
+        finish_tile(o, reference, weight, grown, count, ints, floats, output, memory, schedule, WHICH, c)
         count += 1
         number += 1
         mbarrier.wait(q_full, count & 1)

@@ -76,6 +76,11 @@ class Constants(CompileTime):
         return 2 if self.dim <= 128 else 1
 
     @property
+    def tempered(self) -> bool:
+        """Whether scores may be scaled down, see `_halves.tempered`: fp16 ones that no softcap bounds."""
+        return not self.exact and self.softcap is None
+
+    @property
     def fresh(self) -> bool:
         """Whether each block's P V has an accumulator of its own: as registers allow."""
         return self.exact or self.dim <= 128

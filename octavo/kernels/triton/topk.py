@@ -201,7 +201,7 @@ def _list(row, begin, end, x, low, scale, to, bins, c: tl.constexpr):
             word = rest & (rest - 1)
             place += 2
         found += total
-    _end(to[0], found, c.listed)
+    _end(to, found, c.listed)
     return found
 
 
@@ -251,10 +251,12 @@ def _group(lists, place, there):
 
 
 @triton.jit
-def _end(numbers, count, room):
-    """NaN behind the `count` numbers of a list, up to a multiple of four, which makes loads of 16 bytes."""
+def _end(lists, count, room):
+    """NaN of index 0 behind the `count` entries of a list, up to a multiple of four, which makes loads of 16 bytes."""
     place = count + tl.arange(0, 4)
-    tl.store(numbers + place, tl.full([4], float("nan"), tl.float32), mask=place < tl.minimum(_four(count), room))
+    there = place < tl.minimum(_four(count), room)
+    tl.store(lists[0] + place, tl.full([4], float("nan"), tl.float32), mask=there)
+    tl.store(lists[1] + place, place * 0, mask=there)
 
 
 @triton.jit
@@ -276,7 +278,7 @@ def _compact(low, scale, lists, counts, bins, c: tl.constexpr):
         tl.store(lists[0] + at, x, mask=keep)
         tl.store(lists[1] + at, index, mask=keep)
         kept += sum_of(keep.to(tl.int32))
-    _end(lists[0], kept, c.slices * c.listed)
+    _end(lists, kept, c.slices * c.listed)
     lower = tl.arange(0, c.bins)
     tl.store(bins + lower, lower * 0, mask=lower < bin)
     tl.debug_barrier()  # other threads read than wrote
