@@ -231,6 +231,16 @@ def test_a_cell_that_fails_is_a_record_and_the_others_go_on(monkeypatch):
     assert len(others) == 2 and all(r.us for r in others) and "1 results of octavo's are wrong or failed" in err
 
 
+def test_a_record_names_files_without_their_folders(monkeypatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("at /home/someone/site/a-b/x.hpp:36 (/lib/../y.h): 1/2 of a/b is left of ./c")
+
+    monkeypatch.setattr("octavo.reference.decode.attention", broken)
+    bench(*SMALL, "--ops", "decode")
+    (record,) = read_records([Path("r.jsonl")])
+    assert record.error == "failed: RuntimeError: at x.hpp:36 (y.h): 1/2 of a/b is left of ./c"
+
+
 def test_inputs_that_do_not_fit_are_a_record(monkeypatch):
     def too_large(*_: object) -> None:
         raise RuntimeError("can't allocate memory")

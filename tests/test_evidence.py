@@ -50,12 +50,14 @@ def test_caches_of_16_bits_have_a_row_of_their_own(tmp_path):
     others = [
         record("decode/llama/tp1/bfloat16/b64/ctx1024", "triton", 100.0, spec=dense),
         record("decode/llama/tp1/bfloat16/b64/ctx1024", "flashinfer-xqa", 50.0, spec=dense),
+        record("decode/llama/tp1/b8/ctx64", "flashinfer-xqa", 5.0),
         record("plan/llama/tp1/b64", "gluon", 2.0, spec={}),
     ]
     rows = {
         row["name"]: row for row in evidence.summary(evidence.read([write(tmp_path / "r.jsonl", RECORDS + others)]))
     }
-    assert list(rows)[:2] == ["decode, FP8 cache", "decode, 16-bit cache"] and "plan" in rows
+    assert list(rows)[:2] == ["decode, FP8 cache", "decode, 16-bit cache"] and "plan" in rows and "decode" not in rows
+    assert rows["decode, FP8 cache"]["cells"] == 4
     assert rows["decode, 16-bit cache"]["mean"] == pytest.approx(0.5)
     assert rows["decode, FP8 cache"]["mean"] == pytest.approx(1.8**0.5)
 

@@ -52,8 +52,9 @@ class Cell:
 
     @property
     def cache(self) -> str:
-        """The cache that octavo's records read, "FP8" or "16-bit"; "" for operations without one, or sides of both."""
-        own = [record for name, record in self.records.items() if is_octavo(name) and "kv_dtype" in record.spec]
+        """The cache that octavo's records, else any, read: "FP8" or "16-bit"; "" for operations without, or of both."""
+        held = {name: record for name, record in self.records.items() if "kv_dtype" in record.spec}
+        own = [record for name, record in held.items() if is_octavo(name)] or list(held.values())
         found = {"FP8" if _in_fp8(record) else "16-bit" for record in own}
         return found.pop() if len(found) == 1 else ""
 

@@ -5,6 +5,7 @@ Every cell is a record, a refusal or a wrong result too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -102,7 +103,7 @@ def record_of(
         timing = time_calls(side.calls, device, seconds=seconds)
     except Exception as error:  # a kernel that does not compile is one failed cell, not the end of the matrix
         said = "" if isinstance(error, refusals) else FAILED
-        record = Record(**fields, error=f"{said}{type(error).__name__}: {error}"[:2000])
+        record = Record(**fields, error=f"{said}{type(error).__name__}: {without_folders(str(error))}"[:2000])
         if _lost(device):  # every other cell would fail by that
             raise DeviceLost(record) from error
         return record
@@ -115,6 +116,11 @@ def record_of(
         us_p20=round(timing.us_p20, 3),
         us_p80=round(timing.us_p80, 3),
     )
+
+
+def without_folders(text: str) -> str:
+    """A message without the folders of the files that it names: a record goes where those are not."""
+    return re.sub(r"(?<![\w.])(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", text)
 
 
 def _lost(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from ..cases import Case
 from ..sides import AttentionInputs, Side, in_turn
 
 XQA_PAGE, FA2_PAGE, FA3_PAGE = 64, 64, 64
-_WORKSPACE = 256 << 20
+_WORKSPACE = 1 << 30
 
 
 @dataclass
