@@ -151,13 +151,13 @@ class Progress:
     """How far the device's process is.
 
     Attributes:
-        ran: examples. busy: seconds that it did not wait for somebody to ask. compiled: kernels that it compiled.
-        lost: what was raised where the device was lost.
+        ran: examples. busy: seconds that it did not wait for somebody to ask.
+        compiled: names of kernels that it compiled. lost: what was raised where the device was lost.
     """
 
     ran: int = 0
     busy: float = 0.0
-    compiled: int = 0
+    compiled: list[str] = field(default_factory=list)
     lost: str | None = None
 
 
@@ -184,7 +184,7 @@ def serve(runner: Runner, asking: list[Connection], running: Any, tells: Connect
                 running.value = -1
                 progress.ran += 1
                 progress.busy += time.perf_counter() - started
-                progress.compiled = len(found.compiled)
+                progress.compiled = list(found.compiled)
                 if progress.ran % every == 0:
                     tells.send(progress)
     tells.send(progress)

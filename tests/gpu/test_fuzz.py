@@ -6,6 +6,7 @@ bit for bit, and each result to `bounds`, computed on the CPU. Run the second ha
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable
 from functools import partial
@@ -57,7 +58,8 @@ def test_attention():
     progress, failures = outcome.progress, compiled.failures + outcome.failures
     each = 1000 * progress.busy / max(1, progress.ran)
     say(f"{outcome.examples:,} of {EXAMPLES:,} examples right, in {outcome.seconds:.0f} s by {plan.workers} workers")
-    say(f"the device's process: {each:.1f} ms an example, {progress.compiled} kernels compiled")
+    names = dict(collections.Counter(progress.compiled))
+    say(f"the device's process: {each:.1f} ms an example, {len(progress.compiled)} kernels compiled {names}")
     for (prefill, decode), count in sorted(outcome.counts.items()):
         say(f"prefill by {prefill}, decode by {decode}: {count:,}")
     assert [failure[:200] for failure in failures] == []
