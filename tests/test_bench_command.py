@@ -233,7 +233,7 @@ def test_a_cell_that_fails_is_a_record_and_the_others_go_on(monkeypatch):
 
 def test_a_record_names_files_without_their_folders(monkeypatch):
     def broken(*_: object) -> None:
-        raise RuntimeError("at /home/someone/site/a-b/x.hpp:36 (/lib/../y.h): 1/2 of a/b is left of ./c")
+        raise RuntimeError("at /srv/site/a-b/x.hpp:36 (/lib/../y.h): 1/2 of a/b is left of ./c")
 
     monkeypatch.setattr("octavo.reference.decode.attention", broken)
     bench(*SMALL, "--ops", "decode")

@@ -133,6 +133,19 @@ def extract_bits(c: Context) -> Effect:
     return effect
 
 
+def funnel_shift(c: Context) -> Effect:
+    """shf.l.wrap: the upper word of (b, a) shifted left."""
+    assert tuple(c.parts[1:3]) == ("l", "wrap"), c.name
+    a, b, by = (c.read(x, np.uint32) for x in c.operands[1:])
+    store = c.write(c.operands[0], "u32")
+
+    def effect(w: Warp, mask: Mask) -> None:
+        both = b(w).astype(np.uint64) << np.uint64(32) | a(w).astype(np.uint64)
+        store(w, ((both << (by(w).astype(np.uint64) & np.uint64(31))) >> np.uint64(32)).astype(np.uint32), mask)
+
+    return effect
+
+
 def permute_bytes(c: Context) -> Effect:
     """prmt."""
     a, b, selector = (c.read(x, np.uint32) for x in c.operands[1:])

@@ -51,6 +51,7 @@ EFFECTS: dict[str, Callable[[Context], Effect]] = {
     "selp": arithmetic.select,
     "bfe": arithmetic.extract_bits,
     "prmt": arithmetic.permute_bytes,
+    "shf": arithmetic.funnel_shift,
     "cvt": arithmetic.convert,
     "mov": arithmetic.move,
     "cvta": arithmetic.move,

@@ -22,6 +22,7 @@ from octavo import tuning
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.spec import AttentionSpec
+from octavo.testing import bounds, fuzz
 from octavo.testing.compare import errors, exact
 from octavo.testing.inputs import Batch, make_batch
 
@@ -47,6 +48,12 @@ CASES = {
     ),
     "batch invariant": (spec_of(batch_invariant=True), [2100, 1, 100], [1] * 3, 1),
 }  # fmt: skip
+# Scores of up to 10^8 in powers of two: spec, sequences, query and keys.
+FAR = {
+    "far": (spec_of(8, 2, lse=True, sinks=True), [(130, 1), (300, 1)], ("token magnitudes", 3), ("normal", 2)),
+    "far, of 64": (spec_of(8, dim=64, lse=True), [(130, 1), (1, 1)], ("outlier channel", 3), ("token magnitudes", 0)),
+    "far, of a draft": (spec_of(max_query_len=4, window=50), [(130, 4), (300, 2)], ("normal", 3), ("one token", 2)),
+}
 PLANS = {
     "whole items": (64 * [1024], 64 * [1], 6),
     "nothing to do": ([0, 5, 1], [0, 9, 0], 6),
@@ -135,6 +142,14 @@ def found(name: str) -> dict[str, object]:
     return result
 
 
+def faults(name: str) -> list[str]:
+    """What is out of its bounds."""
+    spec, sequences, q, k = FAR[name]
+    example = fuzz.Example(spec, tuple(sequences), told="decodes", q=fuzz.Values(*q), k=fuzz.Values(*k))
+    batch = example.batch("cpu", 16)
+    return bounds.faults(batch, attend(batch, 1), ("gluon", "gluon"), H200, len(sequences))
+
+
 @pytest.fixture(scope="module")
 def results():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -153,6 +168,11 @@ def test_values(results, name):
     assert case["padding_is_zero"] and case.get("lse_of_padding", True)
 
 
+@pytest.mark.parametrize("name", FAR)
+def test_scores_of_millions(results, name):
+    assert results[name] == []
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_as_compiled(results, name):
     got, wanted = results[name]
@@ -160,5 +180,6 @@ def test_the_plan_as_compiled(results, name):
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or [*CASES, *PLANS]:
-        print(json.dumps([case, found(case) if case in CASES else schedules(case)]), flush=True)
+    for case in sys.argv[1:] or [*CASES, *FAR, *PLANS]:
+        of = found if case in CASES else faults if case in FAR else schedules
+        print(json.dumps([case, of(case)]), flush=True)

@@ -225,7 +225,7 @@ def exponents_fast(s, reference, factor, c: gl.constexpr):
     """
     top = as_rows(half.row_max(s), c)
     if c.tempered:
-        factor, reference = half.tempered(top, factor, reference)
+        factor, reference = half.tempered(top, factor, reference, False)
     of_scores = softmax_factor(factor, c)
     new = half.round_half(top * of_scores - P_BITS, True)
     new = gl.where(new > reference + SLACK, new, reference)
@@ -246,14 +246,20 @@ def softmax_fast(x, old, new, weight, c: gl.constexpr):
 
 @gluon.jit
 def exponents_exact(s, reference, factor, c: gl.constexpr):
-    """Exponents of P, s factor less the block's own maximum plus EXACT_BITS; that maximum, and the reference of sums.
+    """Exponents of P, s factor less the block's own maximum plus EXACT_BITS; that maximum, the reference of sums before
+    and now, and the factor.
 
-    The reference is an earlier maximum, which none exceeds by more than EXACT_SLACK bits.
+    The reference is an earlier maximum, which none exceeds by more than EXACT_SLACK bits. Of capped scores the factor
+    is 1.
     """
-    own = gl.maximum(as_rows(gl.max(s, axis=1), c) * factor, NOTHING)
+    top = as_rows(gl.max(s, axis=1), c)
+    if c.tempered:
+        factor, reference = half.tempered(top, factor, reference, True)
+    of_scores = softmax_factor(factor, c)
+    own = gl.maximum(top * of_scores, NOTHING)
     new = gl.where(own > reference + EXACT_SLACK, own, reference)
     L: gl.constexpr = s.type.layout
-    return s * as_column(factor, L) - as_column(own - EXACT_BITS, L), own, new
+    return s * as_column(of_scores, L) - as_column(own - EXACT_BITS, L), own, reference, new, factor
 
 
 @gluon.jit
@@ -396,10 +402,10 @@ def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, til
         s = capped(s, factor, c)
     if MASK:
         s = masked(s, block, limit, tile, c)
-    x, own, new = exponents_exact(s, reference, softmax_factor(factor, c), c)
+    x, own, before, new, factor = exponents_exact(s, reference, factor, c)
     wait_full(k_full, step + 1, c)  # here: the registers of these scores are free for the next
     following = start_scores(step + 1, q_terms, k_tiles, c)
-    p, keep, add, weight = softmax_exact(x, own, reference, new, weight, c)
+    p, keep, add, weight = softmax_exact(x, own, before, new, weight, c)
     hi, lo = half.split_pairs(p)
     hi = half.to_operand(hi, gl.DotOperandLayout(0, OUT, 4))
     lo = half.to_operand(lo, gl.DotOperandLayout(0, OUT, 4))

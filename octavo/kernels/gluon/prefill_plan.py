@@ -77,8 +77,8 @@ class Constants(CompileTime):
 
     @property
     def tempered(self) -> bool:
-        """Whether scores may be scaled down, see `_halves.tempered`: fp16 ones that no softcap bounds."""
-        return not self.exact and self.softcap is None
+        """Whether scores may be scaled down, see `_halves.tempered`: those that no softcap bounds."""
+        return self.softcap is None
 
     @property
     def fresh(self) -> bool:
