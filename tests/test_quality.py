@@ -262,6 +262,14 @@ def test_missing_packages_name_the_command() -> None:
         load.require(("torch", "no_such_package"), "report")
 
 
+def test_an_old_transformers_is_named_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load.require(("transformers",), "serve")
+    assert load.LOWEST["transformers"] == (5, 17)  # pyproject.toml's bound
+    monkeypatch.setattr(load.importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(InvalidInput, match=r"transformers must be 5\.17 or newer.*octavo\[serve\].*4\.57\.1"):
+        load.require(("transformers", "safetensors"), "serve")
+
+
 def tiny_models() -> Any:
     """The tests' tiny models, or a skip where transformers is not installed."""
     return pytest.importorskip("transformers_models", reason="transformers is an extra")

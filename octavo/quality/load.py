@@ -5,6 +5,7 @@ Whatever cannot be read raises InvalidInput with one line that says what and why
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from ..errors import InvalidInput
 from . import smollm2
 from .smollm2 import first_line
 
+LOWEST = {"transformers": (5, 17)}  # of what older releases fail at with an error that does not say so
 _log = logging.getLogger("octavo")
 
 
@@ -30,10 +32,16 @@ class LoadedModel:
 
 
 def require(packages: Iterable[str], extras: str) -> None:
-    """Raise InvalidInput naming the pip command unless every import name in `packages` is installed."""
+    """Raise InvalidInput naming the pip command unless every import name in `packages` is installed, and new enough."""
+    packages = list(packages)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise InvalidInput(f'{" and ".join(missing)} not installed: pip install "octavo[{extras}]"')
+    for name in LOWEST.keys() & set(packages):
+        found = importlib.metadata.version(name)
+        if tuple(int(part) for part in found.split(".")[:2]) < LOWEST[name]:
+            least = ".".join(map(str, LOWEST[name]))
+            raise InvalidInput(f'{name} must be {least} or newer: pip install -U "octavo[{extras}]"', found)
 
 
 def load(name: str | None, say: Callable[[str], None]) -> LoadedModel:
