@@ -171,13 +171,13 @@ def test_a_class_of_calls_is_run_before_a_fuzz():
     spec = fuzz.GPU_SPECS[4]
     rows = [fuzz_kernels.classes(spec, n) for n in (1, 2)]
     assert [len(list(found)) for found in rows] == [4, 4]
-    done = fuzz_kernels.compile_task(fuzz_kernels.Task(spec, "reference", 2), "cpu")
+    done = fuzz_kernels.compile_task(fuzz_kernels.Task(spec, "reference", 2), torch.device("cpu"))
     assert done.failures == [] and done.seconds > 0
-    assert fuzz_kernels.compile_task(fuzz_kernels.Task(spec, "triton", 1), "cpu").seconds == 0
+    assert fuzz_kernels.compile_task(fuzz_kernels.Task(spec, "triton", 1), torch.device("cpu")).seconds == 0
 
 
 def test_classes_that_cannot_be_run_in_time_are_told():
-    whole = fuzz_kernels.compile_all(processes=1, seconds=0, device="cpu")
+    whole = fuzz_kernels.compile_all(jobs=1, seconds=0, device="cpu")
     assert whole.compiled == 0 and re.fullmatch(r"(\d+) of \1 tasks were not done after 0 s", *whole.failures)
 
 

@@ -81,6 +81,9 @@ def _work(connection: Connection, function: Callable[[Any, torch.device], Any], 
 
 def jobs_for(device: torch.device) -> int:
     """Processes that compile for a device beforehand: one a processor that this one may use; a CPU compiles nothing."""
-    if device.type == "cpu":
-        return 0
+    return 0 if device.type == "cpu" else processors()
+
+
+def processors() -> int:
+    """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -91,8 +91,8 @@ def _outcomes(
         jobs = jobs_for(device)
     left = set(range(len(todo)))
     if jobs:
-        own = [BACKENDS[-1].name]  # the reference, which compiles nothing
-        apart = [i for i, one in enumerate(todo) if one.backend not in own]
+        reference = BACKENDS[-1].name  # compiles nothing
+        apart = [i for i, one in enumerate(todo) if one.backend != reference]
         groups = [[(quick, named, i)] for i in apart]
         for group, results in in_processes(_run_one, groups, device, jobs, MOST_SECONDS):
             if results and results[0] is not None:

@@ -7,12 +7,15 @@ written plainly in bf16 torch makes on the same dequantised keys and values, plu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..formats import FORMATS, cast
 from ..reference.attention import attention, gather, visible_tokens
 from .inputs import Batch
+
+CACHE = ("k", "v", "k_scale", "v_scale")  # tensors of a cache
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,15 @@ def errors(batch: Batch, out: torch.Tensor, expected: tuple[torch.Tensor, torch.
 
     (rel, max_abs), (rel_bf16, max_abs_bf16) = pair(got), pair(plain)
     return Errors(rel, rel_bf16, max_abs, max_abs_bf16)
+
+
+def same_bytes(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two tensors, wherever they are, hold the same bytes, or neither is there."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(*(x.cpu().contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+
+
+def cache_differences(one: Any, other: Any) -> list[str]:
+    """The names of a cache's tensors that hold other bytes in two caches."""
+    return [name for name in CACHE if not same_bytes(getattr(one, name), getattr(other, name))]

@@ -22,6 +22,7 @@ from ..device import Device
 from ..errors import Unsupported
 from ..spec import AttentionSpec
 from ..warmup import watched
+from .compare import CACHE
 from .fuzz import Inputs
 
 BACKENDS = (*(name for name in BY_NAME if name != "reference"), None)  # None: what is chosen
@@ -87,8 +88,7 @@ class Runner:
     def answer(self, asked: Asked, tensors: Tensors) -> tuple[Answer, Tensors]:
         """Append, then attend with every pair of backends. The tensors are on the device, before and after."""
         batch = Inputs(asked.spec, asked.num_pages, asked.strided, tensors).batch()
-        names = ("k", "v", "k_scale", "v_scale")
-        made: Tensors = {name: t for name in names if (t := getattr(batch.cache, name)) is not None}
+        made: Tensors = {name: t for name in CACHE if (t := getattr(batch.cache, name)) is not None}
         attentions = self.attentions(asked.spec)
         for n, attention in enumerate(attentions.values()):
             made[f"out {n}"] = batch.run(None, attention, **asked.plan)
@@ -167,8 +167,8 @@ def serve(runner: Runner, asking: list[Connection], running: Any, tells: Connect
     running: a shared integer: whose example runs.
     """
     numbers = {connection: number for number, connection in enumerate(asking)}
-    progress = Progress()
     with watched() as found:
+        progress = Progress(compiled=found.compiled)
         while numbers and progress.lost is None:
             for connection in [one for one in wait(list(numbers)) if isinstance(one, Connection)]:
                 started = time.perf_counter()
@@ -184,7 +184,6 @@ def serve(runner: Runner, asking: list[Connection], running: Any, tells: Connect
                 running.value = -1
                 progress.ran += 1
                 progress.busy += time.perf_counter() - started
-                progress.compiled = list(found.compiled)
                 if progress.ran % every == 0:
                     tells.send(progress)
     tells.send(progress)

@@ -6,21 +6,22 @@ sequences and pages, is no reason to compile again.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
+import torch
+
+from ..bench.processes import in_processes, processors
 from ..choose import choose
 from ..errors import Unsupported
 from ..spec import AttentionSpec
 from ..warmup import watched
 from .fuzz import GPU_SPECS, Example
 from .fuzz_device import BACKENDS, Asked, Runner
-from .fuzz_workers import alone, quiet
+from .fuzz_workers import alone
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def tasks(backends: tuple[str | None, ...] = BACKENDS) -> list[Task]:
     return sorted(found, key=lambda task: (task.rows, task.backend == "triton"))
 
 
-def compile_task(task: Task, device: str) -> Compiled:
+def compile_task(task: Task, device: torch.device) -> Compiled:
     """Run a task's classes on a device, if the backend may; what is raised is told."""
     done, started = Compiled(), time.monotonic()
     try:
@@ -74,7 +75,7 @@ def compile_task(task: Task, device: str) -> Compiled:
         return done  # that backend's own task does it
     with watched() as found:
         try:
-            ask = alone(Runner(device, (task.backend,)))
+            ask = alone(Runner(str(device), (task.backend,)))
             for example in classes(task.spec, task.rows):
                 inputs = example.inputs(16)
                 ask(Asked(inputs.spec, inputs.num_pages, inputs.strided, example.plan), inputs.tensors)
@@ -85,20 +86,19 @@ def compile_task(task: Task, device: str) -> Compiled:
     return done
 
 
-def compile_all(processes: int | None = None, seconds: float = 300.0, device: str = "cuda") -> Compiled:
-    """Do all tasks in so many processes (None: one a core, at most 16); what is not done in time is ended and told."""
-    started, whole, late = time.monotonic(), Compiled(), 0
-    with multiprocessing.get_context("spawn").Pool(processes or min(16, os.cpu_count() or 1), quiet) as pool:
-        results = [pool.apply_async(compile_task, (task, device)) for task in tasks()]
-        for result in results:
-            try:
-                done = result.get(max(0.0, started + seconds - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                late += 1
-                continue
-            whole.compiled, whole.cached = whole.compiled + done.compiled, whole.cached + done.cached
-            whole.failures += done.failures
+def compile_all(jobs: int | None = None, seconds: float = 300.0, device: str = "cuda") -> Compiled:
+    """Do all tasks in so many processes (None: one a processor); what is not done in time is left and told."""
+    started, whole, todo = time.monotonic(), Compiled(), tasks()
+    groups, late = [[task] for task in todo], len(todo)
+    for number, results in in_processes(compile_task, groups, torch.device(device), jobs or processors(), seconds):
+        late -= 1
+        (done,) = results or [None]
+        if done is None:
+            whole.failures.append(f"{todo[number]}: its process died")
+            continue
+        whole.compiled, whole.cached = whole.compiled + done.compiled, whole.cached + done.cached
+        whole.failures += done.failures
     if late:
-        whole.failures.append(f"{late} of {len(results)} tasks were not done after {seconds:.0f} s")
+        whole.failures.append(f"{late} of {len(todo)} tasks were not done after {seconds:.0f} s")
     whole.seconds = time.monotonic() - started
     return whole

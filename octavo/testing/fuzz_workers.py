@@ -24,17 +24,18 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from ..bench.processes import processors
 from . import bounds, fuzz
+from .compare import CACHE, same_bytes
 from .fuzz_device import Answer, Asked, Pair, Progress, Runner, Tensors, packed, receive, send, serve, unpacked
 from .inputs import Batch
 
-CACHE = ("k", "v", "k_scale", "v_scale")
 Ask = Callable[[Asked, Tensors], tuple[Answer, Tensors]]
 
 
 def default_workers() -> int:
     """A core each, and one for the device's process; more than 15 would wait for it."""
-    return max(1, min(15, (os.cpu_count() or 1) - 1))
+    return max(1, min(15, processors() - 1))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def judge(example: fuzz.Example, ask: Ask) -> list[Pair]:
     here = inputs.batch()
     if example.shared:  # several sequences wrote to the same slots: whose bytes stay is not said
         take_over(here, there)
-    if different := [name for name in CACHE if not same(there.get(name), getattr(here.cache, name))]:
+    if different := [name for name in CACHE if not same_bytes(there.get(name), getattr(here.cache, name))]:
         raise CacheDiffers(f"{', '.join(different)} of the cache, appended on {answer.device}")
     for n, pair in enumerate(answer.pairs):
         here.lse = there.get(f"lse {n}")
@@ -131,13 +132,6 @@ def take_over(batch: Batch, there: Tensors) -> None:
     for name in CACHE:
         if (to := getattr(batch.cache, name)) is not None:
             to.copy_(there[name])
-
-
-def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors have the same bytes, or neither is there."""
-    if a is None or b is None:
-        return a is b
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def alone(runner: Runner) -> Ask:

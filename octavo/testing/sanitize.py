@@ -38,6 +38,7 @@ from ..indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
 from ..reference.merge_states import merge_states as reference_merge
 from ..spec import AttentionSpec
 from . import bounds, fuzz, indexer_support
+from .compare import cache_differences, same_bytes
 from .inputs import Batch, slots_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -135,9 +136,7 @@ def append_faults(spec: AttentionSpec, device: torch.device) -> list[str]:
         cache = moved(replace(batch, cache=zeros_like(batch.cache)), on).cache
         cache.append(batch.k.to(on), batch.v.to(on), slots.to(on))
         caches.append(cache)
-    there, here = caches
-    names = ("k", "v", "k_scale", "v_scale")
-    return [name for name in names if not same(getattr(there, name), getattr(here, name))]
+    return cache_differences(*caches)
 
 
 def zeros_like(cache: PagedCache) -> PagedCache:
@@ -146,14 +145,6 @@ def zeros_like(cache: PagedCache) -> PagedCache:
     if not spec.fp8 or spec.scale_granularity == "token_head":
         return PagedCache.allocate(spec, cache.num_pages, "cpu")
     return PagedCache.allocate(spec, cache.num_pages, "cpu", cache.k_scale, cache.v_scale)
-
-
-def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two tensors hold the same bytes."""
-    if one is None or other is None:
-        return one is other
-    a, b = (t.cpu().contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(a, b)
 
 
 def merge_faults(device: torch.device) -> list[str]:
@@ -171,7 +162,7 @@ def indexer_faults(spec: Any, device: torch.device) -> Iterator[str]:
     zeros = torch.zeros_like(here.pages).to(device)
     there = IndexerCache.view(zeros, spec.scale_format)
     there.append(given.keys.to(device), given.slots.to(device))
-    if not same(there.pages, here.pages):
+    if not same_bytes(there.pages, here.pages):
         yield "index_append: other bytes than the reference's"
     width = given.page_table.shape[1] * spec.page_size
     keys, rows = given.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn), given.weights.shape[0]

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..backends import BACKENDS
-from ..cache import PagedCache
 from ..choose import choose
 from ..errors import Unsupported
 from ..indexer_backends import INDEXER_BY_NAME
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec
 from . import indexer_support
+from .compare import cache_differences
 from .grid import HOPPER_AXES, Cell, faults, grid
 from .inputs import make_batch
 
@@ -154,15 +154,7 @@ def _append_faults(spec: AttentionSpec, device: torch.device) -> list[str]:
     if spec.fp8 and spec.scale_granularity != "token_head":
         scale = 0.5 if spec.scale_granularity == "tensor" else torch.tensor([0.25, 0.7])
     there, here = (make_batch(spec, [5, 130], [1, 1], device=d, k_scale=scale, v_scale=scale) for d in (device, "cpu"))
-    return [name for name in ("k", "v", "k_scale", "v_scale") if not _same(there.cache, here.cache, name)]
-
-
-def _same(one: PagedCache, other: PagedCache, name: str) -> bool:
-    a, b = getattr(one, name), getattr(other, name)
-    if a is None or b is None:
-        return a is b
-    a, b = (t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    return cache_differences(there.cache, here.cache)
 
 
 def _first(error: Exception) -> str:

@@ -239,7 +239,8 @@ def temper_asm(exact):
         text += f"mov.f32 ${j}, ${6 + j};\nmov.f32 ${2 + j}, ${8 + j};\n"
     text += f"max.f32 t, size0, size1;\nsetp.gt.f32 any, t, {most};\nvote.sync.any.pred any, any, 0xffffffff;\n"
     text += "@!any bra SAME;\n"
-    for j, template in enumerate((_TEMPER, _TEMPER)):
+    template = _TEMPER
+    for j in range(2):
         text += template.format(
             j=j, out=f"${j}", old=f"${2 + j}", factor=f"${6 + j}", reference=f"${8 + j}",
             most=most, less=less, nothing=nothing, half=half, half_up=half_up,
