@@ -153,6 +153,7 @@ HOPPER_RESERVED = 1024
 HOPPER_SCRATCH = 2048  # barriers, the exchange of column maxima and what the compiler takes
 HOPPER_COLUMNS = 32  # query columns of one pass: more would not leave registers for the accumulators
 HOPPER_TILE_BYTES = 32 * 1024  # of K and V^T: with smaller tiles the barriers of each cost bandwidth
+HOPPER_SHORT_TILE_BYTES = 16 * 1024  # of windows of one or two such tiles
 HOPPER_PIECE_TOKENS = 2048  # of a piece with batch_invariant
 
 
@@ -188,8 +189,12 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
     wanted = rows * spec.group_size
     columns = min(HOPPER_COLUMNS, max(4, 1 << (wanted - 1).bit_length()))
     dim, dim_v = padded(spec.head_dim), spec.value_dim
+    # A window of a tile or two is over before it has waited for its loads: four programs an SM wait side by side.
+    room = 2 * HOPPER_SHORT_TILE_BYTES // (dim + dim_v)
+    short = spec.window is not None and spec.window + rows - 1 + spec.page_size <= room
+    short = short and columns <= 8 and max(dim, dim_v) <= 64  # or registers are short
     tokens = max(64, spec.page_size)  # the tensor cores take 64 rows at least
-    while 2 * tokens * (dim + dim_v) <= HOPPER_TILE_BYTES:
+    while 2 * tokens * (dim + dim_v) <= (HOPPER_SHORT_TILE_BYTES if short else HOPPER_TILE_BYTES):
         tokens *= 2
 
     def stages(programs: int) -> int:
@@ -197,7 +202,7 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
         return room // (tokens * (dim + dim_v))
 
     # Two programs hide each other's barriers, if an SM has registers for their accumulators and memory for two tiles.
-    programs = 2 if columns * max(dim, dim_v) <= HOPPER_COLUMNS * 128 and stages(2) >= 2 else 1
+    programs = 4 if short else 2 if columns * max(dim, dim_v) <= HOPPER_COLUMNS * 128 and stages(2) >= 2 else 1
     return HopperDecodeTile(
         columns=columns,
         blocks=-(-wanted // columns),
@@ -205,7 +210,7 @@ def hopper_decode_tile(spec: AttentionSpec, rows: int) -> HopperDecodeTile:
         stages=stages(programs),
         piece=HOPPER_PIECE_TOKENS // tokens,
         programs_per_sm=programs,
-        max_registers=128 if programs == 2 else None,
+        max_registers={1: None, 2: 128, 4: 64}[programs],
     )
 
 

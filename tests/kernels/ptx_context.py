@@ -68,6 +68,7 @@ class Context:
             "%ctaid.x": lambda w: np.full(32, machine.program, np.uint32),
             "%nctaid.x": lambda w: np.full(32, machine.grid, np.uint32),
             "%laneid": lambda w: LANES.astype(np.uint32),
+            "%lanemask_lt": lambda w: (np.uint32(1) << LANES.astype(np.uint32)) - np.uint32(1),
             "global_smem": lambda w: np.zeros(32, np.uint32),
             "true": lambda w: np.ones(32, bool),
         }

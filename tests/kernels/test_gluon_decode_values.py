@@ -39,6 +39,7 @@ CASES = {
     "items in two even parts": (spec_of(4, 2), [600, 520], [1, 1], 4),
     "equal shares that cut items": (spec_of(lse=True, sinks=True), [700, 130, 400], [1] * 3, 1),
     "one sequence over all": (spec_of(8), [1400], [1], 3),
+    "one sequence in 17 parts": (spec_of(), [8400], [1], 17),
     "head_dim 64": (spec_of(8, dim=64, lse=True), [600, 70, 2], [1] * 3, 1),
     "rows of a draft, one token and none": (
         spec_of(max_query_len=4, lse=True, sinks=True), [300, 1, 0, 1, 200, 9], [4, 1, 2, 3, 1, 0], 1
@@ -46,6 +47,13 @@ CASES = {
     "softcap, e4m3 query and output": (
         spec_of(softcap=20.0, query_dtype="fp8", out_dtype="fp8", page_size=128, lse=True), [1, 200, 1, 333], [1] * 4, 1
     ),
+    "short windows, four programs an SM": (
+        spec_of(8, dim=64, window=128, sinks=True, lse=True), [300, 257, 640, 128, 190, 2], [1] * 6, 1
+    ),
+    "windows that begin anywhere": (
+        spec_of(8, dim=64, window=128, sinks=True, lse=True), [300, 257, 1024, 128, 129, 190, 2], [1] * 7, 1
+    ),
+    "a window over several tiles": (spec_of(window=300, max_query_len=2, lse=True), [700, 421, 64], [2, 1, 2], 1),
     "batch invariant": (spec_of(batch_invariant=True), [2100, 1, 100], [1] * 3, 1),
 }  # fmt: skip
 # Scores of up to 10^8 in powers of two: spec, sequences, query and keys.

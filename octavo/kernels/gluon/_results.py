@@ -97,19 +97,32 @@ def in_powers_of_two(y, factor, c: gl.constexpr):
 
 
 @gluon.jit
-def finish(out, lse, columns, d, COLUMN_AXIS: gl.constexpr, item, batch, output, c: gl.constexpr):
+def load_sinks(columns, head, first_row, rows, batch, output, c: gl.constexpr):
+    """The sinks of query columns as they lie in memory; without any, what nobody reads."""
+    if output.sinks is None:
+        return columns
+    else:
+        _, q_head, _, there = column_rows(columns, head, first_row, rows, batch, c)
+        return gl.load(output.sinks + q_head, mask=there, other=0.0)
+
+
+@gluon.jit
+def finish(out, lse, columns, d, COLUMN_AXIS: gl.constexpr, item, sinks, batch, output, c: gl.constexpr):
     """Write an item's normalised `out` and lse (log2 of its denominator); the sink joins the denominator here, once.
 
     COLUMN_AXIS: the axis that columns lack in `out`: 0 for [Dv, columns], 1 for [columns, Dv].
+    sinks: of load_sinks where axis and registers let them be loaded before; else they are loaded here.
     """
-    b, head, first_row, rows, first_unit = item
+    b, head, first_row, rows, first_unit, v_scale = item
     row, q_head, _, there = column_rows(columns, head, first_row, rows, batch, c)
     if output.sinks is not None:
-        joined, share = join_sink(lse, gl.load(output.sinks + q_head, mask=there, other=0.0).to(gl.float32))
+        if (COLUMN_AXIS == 1) | (c.columns > 8):
+            sinks = load_sinks(columns, head, first_row, rows, batch, output, c)
+        joined, share = join_sink(lse, sinks.to(gl.float32))
         saw = lse > -float("inf")
         out = out * gl.expand_dims(gl.where(saw, share, 0.0), COLUMN_AXIS)
         lse = gl.where(saw, joined, lse)
-    out = out * head_scale(output.v_scale, head // c.blocks, output.v_scale_head)
+    out = out * v_scale
     if output.scale is not None:
         out = out / gl.load(output.scale)
     at = gl.expand_dims(row.to(gl.int64) * output.row + q_head.to(gl.int64) * output.head, COLUMN_AXIS)
@@ -151,7 +164,7 @@ def parts_of(first_unit, units, at, schedule, c: gl.constexpr):
 @gluon.jit
 def merge_if_last(item, parts, first, within, batch, schedule, output, memory, c: gl.constexpr):
     """Count this program's part of an item as done; the program that does the last part merges them all, in order."""
-    b, head, first_row, rows, first_unit = item
+    b, head, first_row, rows, first_unit, v_scale = item
     counter = counters_at(schedule) + b * schedule.heads + head
     thread_barrier()
     if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
@@ -160,11 +173,30 @@ def merge_if_last(item, parts, first, within, batch, schedule, output, memory, c
 
 
 @gluon.jit
-def merge(item, parts, first, starts_within, batch, output, memory, c: gl.constexpr):
-    """Combine the parts of an item, of which program `first` has the first."""
-    b, head, first_row, rows, first_unit = item
+def load_parts(at, shift, count, columns, within, c: gl.constexpr):
+    """lse and rows of the next parts, `count` of them if not c.merged_at_once; the first lies `shift` behind `at`."""
+    STEP: gl.constexpr = c.part if c.piece > 0 else 2 * c.part
+    AT_ONCE: gl.constexpr = c.merged_at_once
+    lses = (gl.load(at + shift + c.columns * c.dim_v + columns, cache_modifier=".cg"),)
+    parts = (gl.load(at + shift + within, cache_modifier=".cg"),)
+    for u in gl.static_range(1, AT_ONCE):
+        part = at + u * STEP
+        lse = gl.load(part + c.columns * c.dim_v + columns, mask=u < count, other=-float("inf"), cache_modifier=".cg")
+        lses = lses + (lse,)
+        parts = parts + (gl.load(part + within, mask=u < count, other=0.0, cache_modifier=".cg"),)
+    return lses, parts
+
+
+@gluon.jit
+def merge(item, count, first, starts_within, batch, output, memory, c: gl.constexpr):
+    """Combine the `count` parts of an item, of which program `first` has the first.
+
+    All that are loaded together share one maximum, found in two chains: a chain a part is what merging took longest.
+    """
+    b, head, first_row, rows, first_unit, v_scale = item
     C: gl.constexpr = c.columns
     DV: gl.constexpr = c.dim_v
+    STEP: gl.constexpr = c.part if c.piece > 0 else 2 * c.part
     AT_ONCE: gl.constexpr = c.merged_at_once
     layout: gl.constexpr = pipe.rows_layout(DV, 4)
     columns = gl.arange(0, c.columns, layout=gl.SliceLayout(1, layout))
@@ -173,21 +205,28 @@ def merge(item, parts, first, starts_within, batch, output, memory, c: gl.conste
     peak = gl.full([C], NOTHING, gl.float32, gl.SliceLayout(1, layout))
     denominator = gl.zeros([C], gl.float32, gl.SliceLayout(1, layout))
     out = gl.zeros([C, DV], gl.float32, layout)
-    for base in range(0, parts, AT_ONCE):
+    at = memory + part_slot(first, first < 0, first_unit, c) * c.part
+    shift = gl.where(starts_within, c.part, 0)  # the first part may be its program's second
+    for base in range(0, count, AT_ONCE):
+        lses, parts = load_parts(at, shift, count - base, columns, within, c)
+        even, odd = lses[0], peak
+        for u in gl.static_range(1, AT_ONCE, 2):
+            odd = gl.maximum(odd, lses[u])
+        for u in gl.static_range(2, AT_ONCE, 2):
+            even = gl.maximum(even, lses[u])
+        new_peak = gl.maximum(even, odd)
+        keep = gl.exp2(peak - new_peak)
+        peak = new_peak
+        denominator = denominator * keep
+        out = out * gl.expand_dims(keep, 1)
         for u in gl.static_range(AT_ONCE):
-            i = gl.minimum(base + u, parts - 1)
-            at = memory + part_slot(first + i, (i == 0) & starts_within, first_unit + i, c) * c.part
-            lse = gl.load(at + c.columns * c.dim_v + columns, cache_modifier=".cg")
-            part = gl.load(at + within, cache_modifier=".cg")
-            lse = gl.where(base + u < parts, lse, -float("inf"))
-            new_peak = gl.maximum(peak, lse)
-            keep = gl.exp2(peak - new_peak)
-            add = gl.exp2(lse - new_peak)
-            peak = new_peak
-            denominator = denominator * keep + add
-            out = out * gl.expand_dims(keep, 1) + part * gl.expand_dims(add, 1)
+            add = gl.exp2(lses[u] - new_peak)
+            denominator += add
+            out += parts[u] * gl.expand_dims(add, 1)
+        at += AT_ONCE * STEP
+        shift = shift * 0
     out = out * gl.expand_dims(1.0 / gl.maximum(denominator, 1e-30), 1)
-    finish(out, peak + gl.log2(denominator), columns, d, 1, item, batch, output, c)
+    finish(out, peak + gl.log2(denominator), columns, d, 1, item, columns, batch, output, c)
 
 
 @gluon.jit

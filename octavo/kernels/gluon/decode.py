@@ -13,7 +13,7 @@ and read (schedule, lengths, page table) is read while the kernel before still r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -42,151 +42,148 @@ from ._results import (
     Query,
     column_rows,
     finish,
-    head_scale,
     in_powers_of_two,
     merge_if_last,
     part_slot,
-    parts_of,
     rows_without_units,
-    sequence,
     write_rows_without_units,
 )
-from .plan import Constants, Schedule, constants, plan, schedule_of, starts_at, tile_span
+from ._work import Batch, facts_of, following, load_scales, page_entries, parts_if_cut, work_at
+from .plan import Constants, Schedule, constants, plan, schedule_of, starts_at
 
 P_BITS = gl.constexpr(8.0)  # P is in [0, 2^8]: within e4m3, and its second term too
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-class Batch(NamedTuple):
-    """The sequences of a call."""
-
-    seq_lens: Any
-    page_table: Any
-    query_starts: Any
-    table_row: int  # stride of page_table
-    capacity: int  # tokens that a row of page_table can name
-    num_pages: int
-    rows: int  # of the query
-
-
-# ---- what is whose
-
-
-@gluon.jit
-def segment(t, end, b, schedule, c: gl.constexpr):
-    """The units from t on that lie in one item: the item's first unit and number of units, its head, the first unit
-    within it, how many follow, and whether they end the sequence."""
-    before = gl.load(schedule.memory + b, cache_modifier=".cg")
-    units = gl.load(schedule.memory + b + 1, cache_modifier=".cg") - before
-    within = t - before * schedule.heads
-    head = within // gl.maximum(units, 1)
-    at = within - head * units
-    n = gl.minimum(units - at, end - t)
-    if c.piece > 0:
-        n = gl.minimum(n, 1)
-    return before * schedule.heads + head * units, units, head, at, n, within + n >= units * schedule.heads
-
-
-@gluon.jit
-def live_tokens(length, rows, c: gl.constexpr):
-    """Tokens [oldest, length) that some row of a sequence sees."""
-    oldest = length * 0
-    if c.window > 0:
-        oldest = gl.maximum(length - rows - c.window + 1, 0)
-    return oldest
-
-
-@gluon.jit
-def page_id(table, page, oldest, length, num_pages, CACHE: gl.constexpr, c: gl.constexpr):
-    """Id of a sequence's page; -1 where no token of it is seen (its entry is not read), or it is not in the pool.
-
-    CACHE: ".cg" before the wait for the kernel before, past what L1 may hold; "" after it: L1 saves a trip a tile.
-    """
-    used = (page >= oldest // c.page) & (page * c.page < length)
-    found = gl.load(table + page, mask=used, other=-1, cache_modifier=CACHE)
-    return gl.where((found >= 0) & (found < num_pages), found, -1)
 
 
 # ---- the producer: one warp
 
 
 @gluon.jit
-def page_ids(table, tile, oldest, length, num_pages, CACHE: gl.constexpr, c: gl.constexpr):
-    """Ids of the pages of a tile."""
+def copy_tile(k_desc, v_desc, entries, kv_head, step, num_pages, k_pages, v_pages, full, empty, c: gl.constexpr):
+    """Start the copies of a tile, whose page ids are `entries`, into the stage of `step` once that is empty."""
     PAGES: gl.constexpr = c.pages
-    ids = ()
+    stage = step % c.stages
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // c.stages) & 1) ^ 1)
+    mbarrier.expect(bar, c.tile_bytes)
     for g in gl.static_range(PAGES):
-        ids = ids + (page_id(table, tile * c.pages + g, oldest, length, num_pages, CACHE, c),)
-    return ids
+        page = gl.where((entries[g] >= 0) & (entries[g] < num_pages), entries[g], -1)
+        k_at, v_at = stage * (c.panels * c.pages) + g, stage * c.pages + g
+        pipe.copy_page(k_desc, k_pages, page, kv_head, bar, k_at, c.pages, c.panels)
+        pipe.copy_page(v_desc, v_pages, page, kv_head, bar, v_at, 0, 1)
 
 
 @gluon.jit
 def produce(k_desc, v_desc, batch, schedule, start, end, b, k_pages, v_pages, full, empty, c: gl.constexpr):
     """Fill the ring with the tiles of units [start, end)."""
-    PAGES: gl.constexpr = c.pages
     t = start
     step = start * 0
+    work = work_at(t, end, facts_of(b, True, batch, schedule, ".cg"), batch, schedule, c)
+    page, tiles = work.page, work.tiles
+    entries = page_entries(b, page, work, batch, ".cg", c)
+    next_entries = page_entries(b, page + c.pages, work, batch, ".cg", c)
+    gdc_wait()  # before: what the plan wrote, and what it read; after: what any kernel writes
+    if t < end:  # the first tile apart: the next one's ids are there already
+        kv_head = work.head // c.blocks
+        copy_tile(k_desc, v_desc, entries, kv_head, step, batch.num_pages, k_pages, v_pages, full, empty, c)
+        entries = next_entries
+        page += c.pages
+        tiles -= 1
+        step += 1
+    next_b = following(b, work, schedule)
+    facts = facts_of(next_b, t + work.n < end, batch, schedule, "")
     while t < end:
-        length, first_row, rows = sequence(b, batch)  # here: loads in flight together with the schedule's
-        first_unit, units, head, at, n, ends = segment(t, end, b, schedule, c)
-        if n > 0:
-            oldest = live_tokens(length, rows, c)
-            first, tiles = tile_span(length, rows, c)
-            skipped = at * c.unit_tiles
-            kv_head = head // c.blocks
-            table = batch.page_table + b.to(gl.int64) * batch.table_row
-            tile = first + skipped
-            ids = page_ids(table, tile, oldest, length, batch.num_pages, ".cg", c)
-            gdc_wait()  # before: what the plan wrote, and what it read; after: what any kernel writes
-            for _ in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
-                tile += 1
-                next_ids = page_ids(table, tile, oldest, length, batch.num_pages, "", c)  # on their way during the wait
-                stage = step % c.stages
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), ((step // c.stages) & 1) ^ 1)
-                mbarrier.expect(bar, c.tile_bytes)
-                for g in gl.static_range(PAGES):
-                    k_at, v_at = stage * (c.panels * c.pages) + g, stage * c.pages + g
-                    pipe.copy_page(k_desc, k_pages, ids[g], kv_head, bar, k_at, c.pages, c.panels)
-                    pipe.copy_page(v_desc, v_pages, ids[g], kv_head, bar, v_at, 0, 1)
-                ids = next_ids
-                step += 1
-        t += n
-        b += ends.to(gl.int32)
+        kv_head = work.head // c.blocks
+        for _ in range(tiles):
+            copy_tile(k_desc, v_desc, entries, kv_head, step, batch.num_pages, k_pages, v_pages, full, empty, c)
+            page += c.pages
+            entries = page_entries(b, page, work, batch, "", c)  # behind the copies, which else wait for them
+            step += 1
+        t += work.n
+        if t < end:
+            b = next_b
+            work = work_at(t, end, facts, batch, schedule, c)
+            page, tiles = work.page, work.tiles
+            entries = page_entries(b, page, work, batch, "", c)
+            next_b = following(b, work, schedule)
+            facts = facts_of(next_b, t + work.n < end, batch, schedule, "")
 
 
 # ---- the consumer: four warps
 
 
 @gluon.jit
-def load_query(head, first_row, rows, batch, query, q_smem, columns: gl.constexpr, c: gl.constexpr):
-    """The query columns of a pass as e4m3 pairs in shared memory; returns what turns a product into a score."""
+def load_query(work, batch, query, c: gl.constexpr):
+    """The query columns of a pass as `packed` keeps them."""
     layout: gl.constexpr = pipe.rows_layout(c.dim_padded, 8)
     j = gl.arange(0, c.columns, layout=gl.SliceLayout(1, layout))
     d = gl.arange(0, c.dim_padded, layout=gl.SliceLayout(0, layout))
-    row, q_head, _, there = column_rows(j, head, first_row, rows, batch, c)
+    row, q_head, _, there = column_rows(j, work.head, work.first_row, work.rows, batch, c)
     at = gl.expand_dims(row.to(gl.int64) * query.row + q_head.to(gl.int64) * query.head, 1) + gl.expand_dims(d, 0)
     mask = gl.expand_dims(there, 1) & gl.expand_dims(d < c.dim, 0)
-    q = gl.load(query.q + at, mask=mask, other=0.0).to(gl.float32)
+    return packed(gl.load(query.q + at, mask=mask, other=0.0))
+
+
+@gluon.jit
+def packed(q):
+    """q [columns, D] as 32-bit words of two neighbours, if they are of 16 bits: as loaded, so that no one waits yet."""
+    if q.dtype.primitive_bitwidth == 16:
+        first, second = gl.split(gl.reshape(q.to(gl.uint16, bitcast=True), [q.shape[0], q.shape[1] // 2, 2]))
+        return first.to(gl.uint32) | (second.to(gl.uint32) << 16)
+    else:
+        return q
+
+
+@gluon.jit
+def unpacked(words, dtype: gl.constexpr, layout: gl.constexpr):
+    """What `packed` was given, of `dtype`."""
+    if dtype.primitive_bitwidth == 16:
+        first = words.to(gl.uint16).to(dtype, bitcast=True)
+        second = (words >> 16).to(gl.uint16).to(dtype, bitcast=True)
+        q = gl.reshape(gl.join(first, second), [words.shape[0], 2 * words.shape[1]])
+        return gl.convert_layout(q, layout, assert_trivial=True)
+    else:
+        return words
+
+
+@gluon.jit
+def store_query(q, k_scale, work, batch, query, q_smem, columns: gl.constexpr, c: gl.constexpr):
+    """The query columns q as e4m3 pairs in shared memory; returns what turns a product into a score."""
+    layout: gl.constexpr = pipe.rows_layout(c.dim_padded, 8)
+    j = gl.arange(0, c.columns, layout=gl.SliceLayout(1, layout))
+    _, q_head, _, there = column_rows(j, work.head, work.first_row, work.rows, batch, c)
+    q = unpacked(q, query.q.dtype.element_ty, layout).to(gl.float32)
     scale = pipe.power_of_two_scale(gl.max(gl.abs(q), axis=1))
     hi, lo = pipe.split_fp8(q * gl.expand_dims(scale, 1))
     q_smem.store(gl.reshape(gl.permute(gl.join(hi, lo), (0, 2, 1)), [2 * c.columns, c.dim_padded]))
     factor = c.softmax_scale / scale
     if query.scale is not None:
         factor *= gl.load(query.scale + q_head * query.scale_head, mask=there, other=1.0)
-    return gl.convert_layout(factor, columns) * head_scale(query.k_scale, head // c.blocks, query.k_scale_head)
+    return gl.convert_layout(factor, columns) * k_scale
 
 
 @gluon.jit
-def token_positions(table, tile, oldest, length, num_pages, layout: gl.constexpr, c: gl.constexpr):
-    """Positions of the tokens of a tile; far beyond any length on pages that are not there."""
+def token_positions(entries, page, num_pages, layout: gl.constexpr, c: gl.constexpr):
+    """Positions of the tokens of a tile that starts with `page`; far beyond any length on pages that are not there."""
     PAGES: gl.constexpr = c.pages
     token = gl.arange(0, c.tile, layout=layout)
-    position = token + tile * c.tile
+    position = token + page * c.page
     for g in gl.static_range(PAGES):
-        missing = page_id(table, tile * c.pages + g, oldest, length, num_pages, "", c) < 0
+        missing = (entries[g] < 0) | (entries[g] >= num_pages)
         position = gl.where((token // c.page == g) & missing, 2**30, position)
     return position
+
+
+@gluon.jit
+def clear_dead(v_tiles, stage, first, position, work, c: gl.constexpr):
+    """Zero what is dead in V^T of the page that `position` is in, of a tile that starts with page `first`.
+
+    Pages without a live token, and those that are not there, are zeros as they come.
+    """
+    page = position // c.page
+    begin = page * c.page
+    v_page = v_tiles.index(stage * c.pages + page - first)
+    pipe.zero_dead_tokens(v_page, work.oldest - begin, work.length - begin, c.dim_v, c.page)
 
 
 @gluon.jit
@@ -206,79 +203,95 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
     j = gl.arange(0, c.columns, layout=COLUMNS)
     no_scores = gl.zeros([T, N], gl.float32, WGMMA)
     no_out = gl.zeros([DV, N], gl.float32, WGMMA)
+    OUT_COLUMNS: gl.constexpr = gl.SliceLayout(0, OUT)
+    columns = gl.arange(0, c.columns, layout=OUT_COLUMNS)
+    d = gl.arange(0, c.dim_v, layout=gl.SliceLayout(1, OUT))
     t = start
     step = start * 0
+    unit = gl.maximum(gl.minimum(t, end - 1), 0)  # where there is no work: of a head that there is
+    work = work_at(unit, end, facts_of(b, True, batch, schedule, ".cg"), batch, schedule, c)
+    next_b = following(b, work, schedule)
+    facts = facts_of(next_b, t + work.n < end, batch, schedule, ".cg")
+    parts, first_program, within = parts_if_cut(work, schedule, c)
+    gdc_wait()
+    gdc_launch_dependents()
+    q = load_query(work, batch, query, c)
+    scales = load_scales(columns, work, batch, query, output, c)
+    entries = page_entries(b, work.page, work, batch, "", c)
     while t < end:
-        length, first_row, rows = sequence(b, batch)  # here: loads in flight together with the schedule's
-        first_unit, units, head, at, n, ends = segment(t, end, b, schedule, c)
-        if n > 0:
-            oldest = live_tokens(length, rows, c)
-            first, tiles = tile_span(length, rows, c)
-            table = batch.page_table + b.to(gl.int64) * batch.table_row
-            gdc_wait()
-            gdc_launch_dependents()
-            factor = load_query(head, first_row, rows, batch, query, q_smem, COLUMNS, c)
+        k_scale, v_scale, sinks = scales
+        item = (b, work.head, work.first_row, work.rows, work.first_unit, v_scale)
+        factor = store_query(q, k_scale, work, batch, query, q_smem, COLUMNS, c)
+        fence_async_shared()
+        thread_barrier()  # here, or the compiler puts it into the loop
+        _, _, row, there = column_rows(j, work.head, work.first_row, work.rows, batch, c)
+        limit = gl.expand_dims(gl.where(there, work.length - work.rows + 1 + row, 0), 0)  # a row sees tokens below it
+        peak = gl.full([C], NOTHING, gl.float32, COLUMNS)
+        weight = gl.zeros([32, C], gl.float32, FOLDED)
+        out = gl.zeros([DV, C], gl.float32, OUT)
+        page = work.page
+        for _ in range(work.tiles):
+            stage = step % c.stages
+            position = token_positions(entries, page, batch.num_pages, gl.SliceLayout(1, SCORES), c)
+            entries = page_entries(b, page + c.pages, work, batch, "", c)  # on their way during the wait
+            mbarrier.wait(full.index(stage), (step // c.stages) & 1)
+            x = warpgroup_mma(k_tiles.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            x = warpgroup_mma_wait(0, deps=[x])
+            y = in_powers_of_two(pipe.add_pairs(x), gl.expand_dims(factor, 0), c)
+            seen = gl.expand_dims(position, 1) < limit
+            if c.window > 0:
+                seen = seen & (gl.expand_dims(position, 1) >= limit - c.window)
+            y = gl.where(seen, y, -float("inf"))  # a select: the score of a stale row of K may be NaN
+            tile_peak = gl.maximum(pipe.column_max(y, exchange), NOTHING)
+            p = gl.exp2(y - gl.expand_dims(tile_peak - P_BITS, 0))
+            p_sum = pipe.fold_rows(p)
+            pipe.store_leaf_pairs(p, p_smem, c.page)
+            if c.window > 0:
+                dead = work.oldest - page * c.page
+                if dead > 0:
+                    clear_dead(v_tiles, stage, page, work.oldest, work, c)
+            if (page * c.page + c.tile > work.length) & (work.length % c.page > 0):
+                clear_dead(v_tiles, stage, page, work.length, work, c)
             fence_async_shared()
-            thread_barrier()  # here, or the compiler puts it into the loop
-            _, _, row, there = column_rows(j, head, first_row, rows, batch, c)
-            limit = gl.expand_dims(gl.where(there, length - rows + 1 + row, 0), 0)  # a row sees tokens below it
-            item = (b, head, first_row, rows, first_unit)
-            parts, first_program, within = parts_of(first_unit, units, at, schedule, c)
-            peak = gl.full([C], NOTHING, gl.float32, COLUMNS)
-            weight = gl.zeros([32, C], gl.float32, FOLDED)
-            out = gl.zeros([DV, C], gl.float32, OUT)
-            skipped = at * c.unit_tiles
-            tile = first + skipped
-            for _ in range(gl.minimum(n * c.unit_tiles, tiles - skipped)):
-                stage = step % c.stages
-                position = token_positions(table, tile, oldest, length, batch.num_pages, gl.SliceLayout(1, SCORES), c)
-                mbarrier.wait(full.index(stage), (step // c.stages) & 1)
-                x = warpgroup_mma(k_tiles.index(stage), q_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                x = warpgroup_mma_wait(0, deps=[x])
-                y = in_powers_of_two(pipe.add_pairs(x), gl.expand_dims(factor, 0), c)
-                seen = gl.expand_dims(position, 1) < limit
-                if c.window > 0:
-                    seen = seen & (gl.expand_dims(position, 1) >= limit - c.window)
-                y = gl.where(seen, y, -float("inf"))  # a select: the score of a stale row of K may be NaN
-                tile_peak = gl.maximum(pipe.column_max(y, exchange), NOTHING)
-                p = gl.exp2(y - gl.expand_dims(tile_peak - P_BITS, 0))
-                p_sum = pipe.fold_rows(p)
-                pipe.store_leaf_pairs(p, p_smem, c.page)
-                if (tile * c.tile < oldest) | (tile * c.tile + c.tile > length):
-                    for g in gl.static_range(PAGES):
-                        begin = tile * c.tile + g * c.page
-                        v_page = v_tiles.index(stage * c.pages + g)
-                        pipe.zero_dead_tokens(v_page, oldest - begin, length - begin, c.dim_v, c.page)
-                fence_async_shared()
-                pv = no_out
-                for g in gl.static_range(PAGES):
-                    v_page, p_page = v_tiles.index(stage * c.pages + g), p_smem.index(g).permute((1, 0))
-                    pv = warpgroup_mma(v_page, p_page, pv, use_acc=g > 0, is_async=True)
-                new_peak = gl.maximum(peak, tile_peak)
-                keep = gl.exp2(peak - new_peak)
-                add = gl.exp2(tile_peak - new_peak)
-                peak = new_peak
-                weight = weight * pipe.as_row(keep, FOLDED) + p_sum * pipe.as_row(add, FOLDED)
-                pv = warpgroup_mma_wait(0, deps=[pv])
-                mbarrier.arrive(empty.index(stage), count=1)
-                out = out * pipe.as_row(keep, OUT) + pipe.add_pairs(pv) * pipe.as_row(add, OUT)
-                tile += 1
-                step += 1
-            OUT_COLUMNS: gl.constexpr = gl.SliceLayout(0, OUT)
-            denominator = gl.convert_layout(gl.sum(weight, axis=0), OUT_COLUMNS, assert_trivial=True)
-            lse = gl.convert_layout(peak, OUT_COLUMNS, assert_trivial=True) - P_BITS + gl.log2(denominator)
-            out = out * gl.expand_dims(1.0 / gl.maximum(denominator, 1e-30), 0)
-            columns = gl.arange(0, c.columns, layout=OUT_COLUMNS)
-            d = gl.arange(0, c.dim_v, layout=gl.SliceLayout(1, OUT))
+            pv = no_out
+            for g in gl.static_range(PAGES):
+                v_page, p_page = v_tiles.index(stage * c.pages + g), p_smem.index(g).permute((1, 0))
+                pv = warpgroup_mma(v_page, p_page, pv, use_acc=g > 0, is_async=True)
+            new_peak = gl.maximum(peak, tile_peak)
+            keep = gl.exp2(peak - new_peak)
+            add = gl.exp2(tile_peak - new_peak)
+            peak = new_peak
+            weight = weight * pipe.as_row(keep, FOLDED) + p_sum * pipe.as_row(add, FOLDED)
+            pv = warpgroup_mma_wait(0, deps=[pv])
+            mbarrier.arrive(empty.index(stage), count=1)
+            out = out * pipe.as_row(keep, OUT) + pipe.add_pairs(pv) * pipe.as_row(add, OUT)
+            page += c.pages
+            step += 1
+        begin, n, units = t, work.n, work.units
+        part = parts, first_program, within
+        t += n
+        if t < end:  # what follows is loaded while this is written
+            b = next_b
+            work = work_at(t, end, facts, batch, schedule, c)
+            q = load_query(work, batch, query, c)
+            scales = load_scales(columns, work, batch, query, output, c)
+            entries = page_entries(b, work.page, work, batch, "", c)
+            next_b = following(b, work, schedule)
+            facts = facts_of(next_b, t + work.n < end, batch, schedule, "")
+            parts, first_program, within = parts_if_cut(work, schedule, c)
+        else:  # or what was loaded for this one would keep its registers until here
+            q = gl.zeros_like(q)
+        denominator = gl.convert_layout(gl.sum(weight, axis=0), OUT_COLUMNS, assert_trivial=True)
+        lse = gl.convert_layout(peak, OUT_COLUMNS, assert_trivial=True) - P_BITS + gl.log2(denominator)
+        out = out * gl.expand_dims(1.0 / gl.maximum(denominator, 1e-30), 0)
+        if n > 0:
             if n == units:
-                finish(out, lse, columns, d, 0, item, batch, output, c)
+                finish(out, lse, columns, d, 0, item, sinks, batch, output, c)
             else:
-                to = parts_memory + part_slot(gl.program_id(0), t != start, t, c) * c.part
+                to = parts_memory + part_slot(gl.program_id(0), begin != start, begin, c) * c.part
                 gl.store(to + gl.expand_dims(columns * c.dim_v, 0) + gl.expand_dims(d, 1), out)
                 gl.store(to + c.columns * c.dim_v + columns, lse)
-                merge_if_last(item, parts, first_program, within, batch, schedule, output, parts_memory, c)
-        t += n
-        b += ends.to(gl.int32)
+                merge_if_last(item, *part, batch, schedule, output, parts_memory, c)
     gdc_wait()  # also where there was no work: the kernel after this one relies on it
     if more:
         write_rows_without_units(query, pools, batch, schedule, output, c)
@@ -311,6 +324,7 @@ def decode_kernel(k_desc, v_desc, pools, seq_lens, page_table, query_starts, tab
     fence_async_shared()
     program = gl.program_id(0)
     b = gl.load(schedule.memory + schedule.batch + 1 + program, cache_modifier=".cg")
+    b = gl.minimum(b, schedule.batch - 1)  # where there is no work
     start = gl.load(starts_at(schedule) + program, cache_modifier=".cg")
     end = gl.load(starts_at(schedule) + program + 1, cache_modifier=".cg")
     more = rows_without_units(batch, schedule, c)

@@ -89,7 +89,7 @@ class Constants(CompileTime):
     @property
     def merged_at_once(self) -> int:
         """Partial results whose loads are in flight together: as registers allow."""
-        return max(1, 10240 // (self.columns * self.dim_v) - 2)
+        return min(16, max(1, 10240 // (self.columns * self.dim_v) - 2))
 
     @property
     def tile_bytes(self) -> int:
@@ -138,11 +138,11 @@ def constants(spec: AttentionSpec, max_query_len: int | None, all_decode: bool) 
 
 @triton.jit
 def tile_span(length, rows, c: tl.constexpr):
-    """First tile that a sequence's rows see, and how many there are."""
+    """First page that a sequence's rows see, with which its first tile begins, and how many tiles there are."""
     first = length * 0
     if c.window > 0:
-        first = tl.maximum(length - rows - c.window + 1, 0) // c.tile
-    return first, (length + (c.tile - 1)) // c.tile - first
+        first = tl.maximum(length - rows - c.window + 1, 0) // c.page
+    return first, (length - first * c.page + (c.tile - 1)) // c.tile
 
 
 @triton.jit
@@ -210,6 +210,10 @@ def _division(all_units, live, most, least, schedule):
     # a sixteenth above the mean
     small = largest * (schedule.programs * 16) <= all_units.to(tl.int64) * schedule.heads * 17
     by_items = small & (least >= parts) & (items > 0)
+    # Of more than 16 parts each has four tiles, a program's ring and one more: fewer to merge, and no later.
+    share = tl.where(parts > 16, 4, 1)
+    share = tl.maximum(_quotient(most + (cut - 1), cut), share)
+    parts = tl.where(by_items & (parts > 1), _quotient(most + (share - 1), share), parts)
     each = tl.maximum(each, 1)
     takers = tl.where(parts > 0, items * parts, _quotient(items + (each - 1), each))
     takers = tl.where(by_items, takers, active_programs(total, schedule))
