@@ -290,10 +290,16 @@ def hopper_prefill_counters(spec: AttentionSpec, device: Device) -> int:
 
 
 def hopper_prefill_schedule_ints(spec: AttentionSpec, device: Device, max_batch: int, max_query_tokens: int) -> int:
-    """int32 of the schedule that Hopper's prefill_plan makes: header, counters, entries of tiles and of pieces."""
+    """int32 of the schedule that Hopper's prefill_plan makes: header, counters, lost items, tiles and pieces."""
     rows = HOPPER_PACKED_ROWS // hopper_prefill_tile(spec).pack
     entries = max_query_tokens // rows + max_batch + 1 + hopper_prefill_pieces(device)
-    return HOPPER_HEADER_INTS + hopper_prefill_counters(spec, device) + HOPPER_ENTRY_INTS * entries
+    ints = HOPPER_HEADER_INTS + hopper_prefill_counters(spec, device) + hopper_prefill_lost(spec, entries)
+    return ints + HOPPER_ENTRY_INTS * entries
+
+
+def hopper_prefill_lost(spec: AttentionSpec, entries: int) -> int:
+    """int32 that say which of so many entries' items were lost: a multiple of 4, so that what follows is aligned."""
+    return -(-entries * (spec.num_q_heads // hopper_prefill_tile(spec).pack) // 4) * 4
 
 
 def hopper_prefill_parts(spec: AttentionSpec, device: Device) -> int:

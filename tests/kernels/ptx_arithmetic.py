@@ -99,7 +99,7 @@ def compare(c: Context) -> Effect:
         "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal,
         "ne": np.not_equal, "neu": np.not_equal,
         "ltu": lambda a, b: ~(a >= b), "gtu": lambda a, b: ~(a <= b),
-        "leu": lambda a, b: ~(a > b), "geu": lambda a, b: ~(a < b),
+        "nan": lambda a, b: np.isnan(a) | np.isnan(b), "leu": lambda a, b: ~(a > b), "geu": lambda a, b: ~(a < b),
     }[c.parts[1]]  # fmt: skip
     a, b = (c.values(x, part) for x in c.operands[1:3])
     store = c.write(c.operands[0], "pred")

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from . import _pipeline as pipe
 from ._names import thread_barrier
-from ._prefill_steps import EXACT_BITS, LOWEST, as_column, as_rows
-from ._prefill_tiles import COUNTER, END_ROW, FIRST_ROW, HEAD, PART, PARTS, ROWS, SLOT, V_SCALE, get
+from ._prefill_steps import EXACT_BITS, LOWEST, as_column, as_rows, row_factors
+from ._prefill_tiles import COUNTER, END_ROW, FIRST_ROW, HEAD, ITEM, LOST, PART, PARTS, ROWS, SLOT, V_SCALE, get
 from ._results import LN2, LOG2E, NOTHING
 
 
@@ -25,25 +25,35 @@ class Parts(NamedTuple):
 
 
 @gluon.jit
-def finish_tile(
-    o, reference, weight, grown, count, ints, floats, output, memory, schedule, WHICH: gl.constexpr, c: gl.constexpr
-):
-    """Normalise and write 64 rows; or keep them as a part, and merge all parts if this one is the last."""
-    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
-    R: gl.constexpr = gl.SliceLayout(1, OUT)
-    PIECES: gl.constexpr = c.pieces
+def normaliser(reference, weight, factor, factors, lost, c: gl.constexpr):
+    """1 / x of the denominators of rows, and their lse in powers of two; of those that are lost some number."""
     bits = reference - EXACT_BITS if c.exact else reference
     total = as_rows(gl.sum(weight, axis=1), c)
     if not c.exact:  # what is masked still adds 2^-24 by a parabola
         total = gl.where(reference > LOWEST, total, 0.0)
+    if c.watched:
+        total, bits = gl.where(lost, 1.0, total), gl.where(lost, 0.0, bits)
     lse = bits + gl.log2(total)
-    if c.tempered:
-        lse = lse * grown
-    inverse = gl.where(total > 0.0, 1.0 / total, 0.0)
+    if c.tempered:  # what scores were scaled down by
+        lse = lse * (row_factors(factors, c) / factor)
+    return gl.where(total > 0.0, 1.0 / total, 0.0), lse
+
+
+@gluon.jit
+def finish_tile(
+    o, inverse, lse, lost, count, ints, floats, output, memory, schedule, WHICH: gl.constexpr, c: gl.constexpr
+):
+    """Normalise and write 64 rows; or keep them as a part, and merge all parts if this one is the last.
+
+    lost: rows of `lost_rows`; in a part their lse is NaN.
+    """
+    OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
+    R: gl.constexpr = gl.SliceLayout(1, OUT)
+    PIECES: gl.constexpr = c.pieces
     parts = get(ints, count, PARTS)
     if parts == 1:
         for i in gl.static_range(PIECES):
-            write_rows(o[i], inverse, lse, i, count, ints, floats, output, WHICH, c)
+            write_rows(o[i], inverse, lse, lost, i, count, ints, floats, output, schedule, WHICH, c)
     else:
         slot = 2 * get(ints, count, SLOT) + WHICH
         d = gl.arange(0, c.piece, layout=gl.SliceLayout(0, OUT))
@@ -51,16 +61,18 @@ def finish_tile(
         at = memory.out + slot.to(gl.int64) * (ROWS * c.dim) + gl.expand_dims(rows * c.dim, 1) + gl.expand_dims(d, 0)
         for i in gl.static_range(PIECES):
             gl.store(at + i * c.piece, o[i] * as_column(inverse, OUT))
+        if c.watched:
+            lse = gl.where(lost, float("nan"), lse)
         gl.store(memory.lse + slot * ROWS + rows, gl.convert_layout(lse, R, assert_trivial=True))
         counter = schedule.counters + 2 * get(ints, count, COUNTER) + WHICH
         thread_barrier()
         if gl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             gl.store(counter, 0)  # for the next layer
-            merge(parts, count, ints, floats, output, memory, WHICH, c)
+            merge(parts, count, ints, floats, output, memory, schedule, WHICH, c)
 
 
 @gluon.jit
-def merge(parts, count, ints, floats, output, memory, WHICH: gl.constexpr, c: gl.constexpr):
+def merge(parts, count, ints, floats, output, memory, schedule, WHICH, c: gl.constexpr):
     """Combine the parts of an item's 64 rows, in order."""
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     R: gl.constexpr = gl.SliceLayout(1, OUT)
@@ -82,22 +94,28 @@ def merge(parts, count, ints, floats, output, memory, WHICH: gl.constexpr, c: gl
             part = gl.load(memory.out + slot.to(gl.int64) * (ROWS * c.dim) + within, cache_modifier=".cg")
             total += share
             out += part * gl.expand_dims(share, 1)
+        lost = total != total
+        total, peak = gl.where(lost, 1.0, total), gl.where(lost, 0.0, peak)
         inverse = as_rows(gl.where(total > 0.0, 1.0 / total, 0.0), c)
-        write_rows(out, inverse, as_rows(peak + gl.log2(total), c), n, count, ints, floats, output, WHICH, c)
+        lse = as_rows(peak + gl.log2(total), c)
+        write_rows(out, inverse, lse, as_rows(lost, c), n, count, ints, floats, output, schedule, WHICH, c)
 
 
 @gluon.jit
-def write_rows(out, inverse, lse, piece: gl.constexpr, count, ints, floats, output, WHICH: gl.constexpr,
+def write_rows(out, inverse, lse, lost, piece: gl.constexpr, count, ints, floats, output, schedule, WHICH,
                c: gl.constexpr):  # fmt: skip
     """Write a piece of rows, of whose denominator `inverse` is 1 / x, and with the first their lse.
 
-    The sink joins the denominator here, once.
+    The sink joins the denominator here, once. Items with rows that are lost are noted.
     """
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     head = get(ints, count, HEAD) * c.pack
     first_row = get(ints, count, FIRST_ROW) + WHICH * (ROWS // c.pack)
     end_row = get(ints, count, END_ROW)
     r = gl.arange(0, ROWS, layout=lse.type.layout)
+    if c.watched and piece == 0:
+        gl.store(schedule.lost + get(ints, count, ITEM) + r * 0, gl.program_id(0) + 1, mask=lost)
+        gl.store(schedule.memory + LOST + r * 0, 1, mask=lost)
     if output.sinks is not None:
         sink = gl.load(output.sinks + head + r % c.pack).to(gl.float32) * LOG2E
         peak = gl.maximum(gl.maximum(lse, sink), NOTHING)

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from . import _pipeline as pipe
-from ._names import async_load, reinterpret
+from ._names import async_load, reinterpret, thread_barrier
 from ._results import head_scale
 from .prefill_plan import ENTRY
 
@@ -34,6 +34,8 @@ COUNTER = gl.constexpr(9)  # of the item
 PART = gl.constexpr(10)
 SEQUENCE = gl.constexpr(11)
 MISSING = gl.constexpr(12)  # pages that are not in the pool
+ITEM = gl.constexpr(13)
+LOST = gl.constexpr(3)  # of a schedule's header: whether this step has lost an item so far
 # and fp32
 FACTOR = gl.constexpr(0)  # softmax scale times scale of keys
 V_SCALE = gl.constexpr(1)
@@ -60,9 +62,9 @@ class Scales(NamedTuple):
 
 
 @gluon.jit
-def put(record, count, field: gl.constexpr, value):
+def put(record, count, field: gl.constexpr, value, WARPS: gl.constexpr = 1):
     """Set a field of the record of tile number `count` of this program."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     record.index((count % 2) * 16 + field).store(gl.full([1], value, record.dtype, layout=layout))
 
 
@@ -95,12 +97,12 @@ def missing_pages(table, begin, end, num_pages, c: gl.constexpr):
 
 
 @gluon.jit
-def zero_tokens(v_words, stage, block, begin, end, c: gl.constexpr):
-    """Zero the bytes of V^T of a block's tokens outside [begin, end): 0 x NaN is NaN. By one warp."""
+def zero_tokens(v_words, stage, block, begin, end, c: gl.constexpr, WARPS: gl.constexpr = 1):
+    """Zero the bytes of V^T of a block's tokens outside [begin, end): 0 x NaN is NaN."""
     PAGES: gl.constexpr = c.pages
     WORDS: gl.constexpr = c.page // 4  # of a row of V^T
     STEP: gl.constexpr = c.rows_zeroed
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // c.page, c.page // 16], [1, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // c.page, c.page // 16], [WARPS, 1], [1, 0])
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, layout))
     for g in gl.static_range(PAGES):
         first = block * c.block + g * c.page
@@ -132,16 +134,51 @@ def wait_empty(bars, number, c: gl.constexpr):
 
 
 @gluon.jit
+def send_block(k_desc, v_desc, pages_of, block, last, number, landed, bars, k_pages, v_pages, c: gl.constexpr,
+               WARPS: gl.constexpr = 1):  # fmt: skip
+    """Start the copies of a block as number `number` of the rings; returns how many waited for v_landed so far.
+
+    pages_of: page table of the sequence, its tokens [begin, end), KV head and pages of the pool. last: keys alone.
+    """
+    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    table, begin, end, kv_head, num_pages = pages_of
+    PAGES: gl.constexpr = c.pages
+    STEP: gl.constexpr = c.rows_zeroed
+    v_words = reinterpret(v_pages, gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
+                                   gl.NVMMASharedLayout(c.page, 32, 2))  # fmt: skip
+    stage = number & (c.stages - 1)
+    wait_empty(empty, number, c)
+    mbarrier.expect(k_full.index(stage), c.block * c.dim)
+    for g in gl.static_range(PAGES):
+        page = page_id(table, block * c.pages + g, begin, end, num_pages, c)
+        at = stage * (c.panels * c.pages) + g
+        pipe.copy_page(k_desc, k_pages, page, kv_head, k_full.index(stage), at, c.pages, c.panels)
+    wait_empty(empty, number + 1, c)
+    full = v_full.index(stage)
+    if last:
+        mbarrier.arrive(full, count=1)
+    else:
+        if (block * c.block < begin) | (block * c.block + c.block > end):
+            start_values(v_desc, v_pages, table, block, begin, end, kv_head, num_pages, v_landed, stage, c)
+            mbarrier.wait(v_landed, landed & 1)
+            landed += 1
+            zero_tokens(v_words, stage, block, begin, end, c, WARPS)
+            fence_async_shared()
+            if WARPS > 1:
+                thread_barrier()
+            mbarrier.arrive(full, count=1)
+        else:
+            start_values(v_desc, v_pages, table, block, begin, end, kv_head, num_pages, full, stage, c)
+    return landed
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, batch, schedule, scales, output, bars, q_in, k_pages, v_pages, record, c: gl.constexpr
 ):
     """Take items as long as there are any, and fill the rings with their query, keys and values."""
     q_full, q_empty, k_full, v_full, empty, v_landed = bars
     ints, floats = record
-    PAGES: gl.constexpr = c.pages
-    STEP: gl.constexpr = c.rows_zeroed
-    v_words = reinterpret(v_pages, gl.int32, [c.stages * c.pages * (c.dim // STEP), STEP, c.page // 4],
-                                   gl.NVMMASharedLayout(c.page, 32, 2))  # fmt: skip
     programs = gl.num_programs(0)
     total = gl.load(schedule.memory) * c.heads
     item = gl.program_id(0)
@@ -187,40 +224,21 @@ def produce(
             put(ints, count, PART, part)
             put(ints, count, SEQUENCE, b)
             put(ints, count, MISSING, missing)
+            put(ints, count, ITEM, item)
             put(floats, count, FACTOR, k_scale * c.softmax_scale)
             put(floats, count, V_SCALE, v_scale)
             mbarrier.expect(q_full, 2 * ROWS * c.dim * c.query_bits // 8)
             for g in gl.static_range(2):
                 row = first_row + g * (ROWS // c.pack)
                 async_load(q_desc, [row, head * c.pack, 0], q_full, q_in.index(g))
+            pages_of = (table, begin, length, kv_head, batch.num_pages)
             # One block of keys more, read by nobody, so that the consumers may always start the next product.
             for i in range(high - low + 1):
+                last = i == high - low
                 block = gl.maximum(high - 1 - i, low)
-                stage = (number + i) & (c.stages - 1)
-                wait_empty(empty, number + i, c)
-                mbarrier.expect(k_full.index(stage), c.block * c.dim)
-                for g in gl.static_range(PAGES):
-                    page = page_id(table, block * c.pages + g, begin, length, batch.num_pages, c)
-                    at = stage * (c.panels * c.pages) + g
-                    pipe.copy_page(k_desc, k_pages, page, kv_head, k_full.index(stage), at, c.pages, c.panels)
-                wait_empty(empty, number + i + 1, c)
-                full = v_full.index(stage)
-                if i == high - low:
-                    mbarrier.arrive(full, count=1)
-                else:
-                    if (block * c.block < begin) | (block * c.block + c.block > length):
-                        start_values(
-                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, v_landed, stage, c
-                        )
-                        mbarrier.wait(v_landed, landed & 1)
-                        landed += 1
-                        zero_tokens(v_words, stage, block, begin, length, c)
-                        fence_async_shared()
-                        mbarrier.arrive(full, count=1)
-                    else:
-                        start_values(
-                            v_desc, v_pages, table, block, begin, length, kv_head, batch.num_pages, full, stage, c
-                        )
+                landed = send_block(
+                    k_desc, v_desc, pages_of, block, last, number + i, landed, bars, k_pages, v_pages, c
+                )
             number += high - low + 1
             count += 1
         item = programs + gl.atomic_add(schedule.memory + 1, 1)

@@ -25,12 +25,14 @@ from ...device import Device, device_of
 from ...spec import AttentionSpec
 from . import _pipeline as pipe
 from ._names import reinterpret
-from ._prefill_results import Parts, finish_tile
+from ._prefill_repeats import repeat_lost
+from ._prefill_results import Parts, finish_tile, normaliser
 from ._prefill_steps import (
     LOWEST,
     blocks_fast,
     free,
     load_query,
+    lost_rows,
     no_output,
     one_block,
     row_factors,
@@ -108,8 +110,10 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
                 s, o, reference, weight, factor = one_block(block, number, q_terms, s, o, reference, weight, factor,
                                                             limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
                 number += 1
-        grown = row_factors(factors, c) / factor  # what scores were scaled down by, as a rule nothing
-        finish_tile(o, reference, weight, grown, count, ints, floats, output, memory, schedule, WHICH, c)
+        begin = (get(ints, count, TOP) + 1 - get(ints, count, BLOCKS)) * c.block
+        lost = lost_rows(reference, factor, limit, begin, (get(ints, count, TOP) + 1) * c.block, c)
+        inverse, lse = normaliser(reference, weight, factor, factors, lost, c)
+        finish_tile(o, inverse, lse, lost, count, ints, floats, output, memory, schedule, WHICH, c)
         count += 1
         number += 1
         mbarrier.wait(q_full, count & 1)
@@ -119,8 +123,8 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
 # What changes from step to step is no reason to compile again.
 @gluon.jit(do_not_specialize=["table_row", "num_pages", "rows", "size"])
 def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, num_pages, rows, size,
-                   schedule, scales, output, memory, c: gl.constexpr):  # fmt: skip
-    """One launch: attention of the prefill sequences of a batch, merged."""
+                   schedule, scales, output, memory, c: gl.constexpr, again: gl.constexpr):  # fmt: skip
+    """One launch: attention of the prefill sequences of a batch, merged. again: constants of what is computed again."""
     batch = Batch(query_starts, page_table, table_row, num_pages, rows, size)
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
@@ -168,6 +172,9 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
+    if c.watched:
+        buffers = (q_pages, q_in, terms_a, factors_a, k_pages, v_pages, k_tiles, v_tiles, record)
+        repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, again)
 
 
 # ---- the launch
@@ -230,6 +237,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
         ),
         "memory": Parts(floats, floats[tuning.hopper_prefill_parts(spec, device) :]),
         "c": c,
+        "again": constants(spec, careful=True),
         "num_warps": 4,
         "maxnreg": MAX_REGISTERS,
     }

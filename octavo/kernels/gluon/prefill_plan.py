@@ -64,6 +64,7 @@ class Constants(CompileTime):
     softcap: float | None
     lse: bool
     never_cut: bool
+    careful: bool  # of tiles that are computed again
 
     @property
     def tile_rows(self) -> int:
@@ -77,8 +78,13 @@ class Constants(CompileTime):
 
     @property
     def tempered(self) -> bool:
-        """Whether scores may be scaled down, see `_halves.tempered`: those that no softcap bounds."""
-        return self.softcap is None
+        """Whether scores that are too large are scaled down, see `_halves.tempered`."""
+        return self.careful
+
+    @property
+    def watched(self) -> bool:
+        """Whether rows may be lost, see `_prefill_steps.lost_rows`: scores that no softcap bounds."""
+        return self.softcap is None and not self.careful
 
     @property
     def fresh(self) -> bool:
@@ -131,6 +137,7 @@ class Schedule(NamedTuple):
 
     memory: Any
     counters: Any
+    lost: Any  # of each item, 1 + the program that has to compute it again; 0: none
     entries: Any
 
 
@@ -250,14 +257,18 @@ def plan_kernel(
         tl.store(schedule.memory, whole + cut * pieces)
         tl.store(schedule.memory + 1, 0)
         tl.store(schedule.memory + 2, 0)
+        tl.store(schedule.memory + 3, 0)
     items = cut * c.heads * 2
     for base in range(tl.program_id(0) * TILES, items, tl.num_programs(0) * TILES):
         tl.store(schedule.counters + base + tl.arange(0, TILES), 0, mask=base + tl.arange(0, TILES) < items)
+    items = (whole + cut * pieces) * c.heads
+    for base in range(tl.program_id(0) * TILES, items, tl.num_programs(0) * TILES):
+        tl.store(schedule.lost + base + tl.arange(0, TILES), 0, mask=base + tl.arange(0, TILES) < items)
 
 
 @lru_cache(maxsize=1024)
-def constants(spec: AttentionSpec) -> Constants:
-    """Constants of prefill."""
+def constants(spec: AttentionSpec, careful: bool = False) -> Constants:
+    """Constants of prefill; careful: of what is computed again."""
     tile = tuning.hopper_prefill_tile(spec)
     exact, fp8_query = spec.precision == "exact", spec.query_dtype == "fp8_e4m3"
     return Constants(
@@ -277,13 +288,16 @@ def constants(spec: AttentionSpec) -> Constants:
         softcap=spec.softcap,
         lse=spec.lse,
         never_cut=spec.batch_invariant,
+        careful=careful,
     )
 
 
 def schedule_of(spec: AttentionSpec, device: Device, memory: torch.Tensor) -> Schedule:
     """The schedule in `memory`, int32 of at least tuning.hopper_prefill_schedule_ints."""
-    entries = HEADER + tuning.hopper_prefill_counters(spec, device)
-    return Schedule(memory, memory[HEADER:], memory[entries:])
+    lost = HEADER + tuning.hopper_prefill_counters(spec, device)
+    heads = constants(spec).heads
+    entries = lost + tuning.hopper_prefill_lost(spec, (memory.numel() - lost) // (ENTRY + heads))
+    return Schedule(memory, memory[HEADER:], memory[lost:], memory[entries:])
 
 
 def prefill_plan(
