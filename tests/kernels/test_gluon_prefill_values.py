@@ -146,7 +146,7 @@ def test_values(results, name):
 
 @pytest.mark.parametrize("name", FAR)
 def test_scores_of_thousands(results, name):
-    """What it takes to scale them down is not in the loop: their tiles are computed again, but not one within bounds."""
+    """What scales them down is not in the loop: their tiles are computed again, one within bounds is not."""
     assert results[name]["faults"] == []
     assert results[name]["repeated"] == (name != "in exact")
 
