@@ -97,7 +97,8 @@ def work_at(t, end, facts, batch, schedule, c: gl.constexpr):
     length = gl.maximum(gl.minimum(length, batch.capacity), 0)
     units = after - before
     within = t - before * schedule.heads
-    head = within // gl.maximum(units, 1)
+    # Where there is no work the sequence may have no unit: a head that there is, for what is loaded of it.
+    head = gl.minimum(gl.maximum(within // gl.maximum(units, 1), 0), schedule.heads - 1)
     at = within - head * units
     n = gl.minimum(units - at, end - t)
     if c.piece > 0:
