@@ -4,9 +4,10 @@
 what holds for every input. Of one row with exact scores s_j, weights p_j = exp(s_j) / Z (Z with the sink) and values
 v_j, a kernel has
 
-* scores off by |d_j| <= D_j. A query element q is off by `query` |q| + `query_floor` max |q|, a sum of products by
-  `score` sum |q| |k_j|, whatever follows by `scaled` (|s_j| + max |s|), `score_floor`, and `cap` times a softcap:
-  D_j = softmax_scale ((query + score) sum |q| |k_j| + query_floor max |q| sum |k_j|) + scaled (|s_j| + max |s|) + ...
+* scores off by |d_j| <= D_j. A query element q is off by `query` |q| + `query_floor` max |q| + `query_floor_of_sum`
+  sum |q|, a sum of products by `score` sum |q| |k_j|, whatever follows by `scaled` (|s_j| + max |s|), `score_floor`, and
+  `cap` times a softcap: D_j = softmax_scale ((query + score) sum |q| |k_j| + (query_floor max |q| + ...) sum |k_j|) +
+  scaled (|s_j| + max |s|) + ...
   (a softcap's slope is at most 1, so it makes no D_j larger).
 * a denominator off by the factor sum p_j e^(d_j) <= e^L, L = log sum p_j e^(D_j). It is at least e^-L as well: by
   Cauchy and Schwarz sum p_j e^(D_j) times sum p_j e^(-D_j) is at least 1. Adding it up errs by `total` of it.
@@ -47,6 +48,7 @@ class Rounding:
 
     query: float = 0.0
     query_floor: float = 0.0
+    query_floor_of_sum: float = 0.0
     score: float = 0.0
     scaled: float = 8 * STEPS
     score_floor: float = 0.0
@@ -72,7 +74,8 @@ def rounding_of(spec: AttentionSpec, backend: str, phase: str, device: Device, t
         weights = {"weight": E4M3 + 2.0**-8, "weight_floor": 2.0**-14, "total": 2.0**-8, "product": cut["product"]}
         query = 0.0 if spec.query_dtype == "fp8_e4m3" else E4M3 + STEPS
         most = 65504.0 if spec.softcap is None else math.inf
-        return Rounding(query, E4M3_FLOOR / 448, cap=2.0**-9, most_factor=most, **scores, **weights)
+        floor = E4M3_FLOOR / 64  # the elements of a row are scaled until they add up to 64 or more
+        return Rounding(query, query_floor_of_sum=floor, cap=2.0**-9, most_factor=most, **scores, **weights)
     if backend == "gluon":  # two e4m3 terms: hi + lo / 16
         return Rounding(BF16, 2.0**-21, weight=BF16, weight_floor=2.0**-21, **cut)
     if fast:
@@ -140,8 +143,9 @@ def _sequence(
     visible = visible[None, :, None]  # [1, rows, 1, n]
     s = _product(q, k.transpose(1, 2)) * spec.scale
     sizes = _product(q.abs(), k.abs().transpose(1, 2))
-    peaks = q.abs().amax(-1, keepdim=True) * k.abs().sum(-1)[:, None, None]
-    off = spec.scale * ((rounding.query + rounding.score) * sizes + rounding.query_floor * peaks)
+    floor = rounding.query_floor * q.abs().amax(-1, keepdim=True)
+    floor = floor + rounding.query_floor_of_sum * q.abs().sum(-1, keepdim=True)
+    off = spec.scale * ((rounding.query + rounding.score) * sizes + floor * k.abs().sum(-1)[:, None, None])
     off = off + rounding.score_floor + rounding.scaled * s.abs()
     if rounding.most_factor < math.inf and batch.cache.k_scale is not None:
         scale = batch.cache.k_scale.double().reshape(-1, 1, 1, 1)
@@ -170,7 +174,7 @@ def _sequence(
     c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]
     floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c.transpose(1, 2)).sum(1)[:, None, None]
     errs = change + (rounding.weight + rounding.product) * up + 16 * STEPS * (p + up)
-    error = _product(errs, v.abs()) + rounding.weight_floor * floor
+    error = _product(errs, v.abs()) + rounding.weight_floor * floor + 2.0**-126  # what is smaller is flushed to 0
     exact = _product(p, v)
 
     def placed(x: torch.Tensor, otherwise: float) -> torch.Tensor:

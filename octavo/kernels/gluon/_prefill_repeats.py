@@ -153,6 +153,7 @@ def repeat_item(item, count, number, landed, q_desc, k_desc, v_desc, batch, sche
                 block, number, q_terms, s, o, reference, weight, of_rows, limit, tile, k_tiles, v_tiles, bars, True, c
             )
             number += 1
+        wait_full(v_full, number, c)  # of the block that is keys alone, so that no phase ends unseen
         number += 1
         lost = reference != reference  # no row: it is not looked at here
         inverse, lse = normaliser(reference, weight, of_rows, factors, lost, c)
