@@ -5,9 +5,9 @@ what holds for every input. Of one row with exact scores s_j, weights p_j = exp(
 v_j, a kernel has
 
 * scores off by |d_j| <= D_j. A query element q is off by `query` |q| + `query_floor` max |q| + `query_floor_of_sum`
-  sum |q|, a sum of products by `score` sum |q| |k_j|, whatever follows by `scaled` (|s_j| + max |s|), `score_floor`, and
-  `cap` times a softcap: D_j = softmax_scale ((query + score) sum |q| |k_j| + (query_floor max |q| + ...) sum |k_j|) +
-  scaled (|s_j| + max |s|) + ...
+  sum |q|, a sum of products by `score` sum |q| |k_j|, whatever follows by `scaled` (|s_j| + max |s|), `score_floor`,
+  and `cap` times a softcap: D_j = softmax_scale ((query + score) sum |q| |k_j| + (query_floor max |q| +
+  query_floor_of_sum sum |q|) sum |k_j|) + scaled (|s_j| + max |s|) + ...
   (a softcap's slope is at most 1, so it makes no D_j larger).
 * a denominator off by the factor sum p_j e^(d_j) <= e^L, L = log sum p_j e^(D_j). It is at least e^-L as well: by
   Cauchy and Schwarz sum p_j e^(D_j) times sum p_j e^(-D_j) is at least 1. Adding it up errs by `total` of it.
