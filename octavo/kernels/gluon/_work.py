@@ -87,8 +87,11 @@ def facts_of(b, needed, batch, schedule, CACHE: gl.constexpr):
 
 
 @gluon.jit
-def work_at(t, end, facts, batch, schedule, c: gl.constexpr):
-    """The units from t on, and before `end`, that lie in one item of the sequence of `facts`."""
+def work_at(t, end, facts, batch, schedule, c: gl.constexpr, ANY: gl.constexpr = False):
+    """The units from t on, and before `end`, that lie in one item of the sequence of `facts`.
+
+    ANY: there may be none; then still of a head that there is, for what is loaded of it.
+    """
     length, first_row, last_row, before, after = facts
     length, first_row, last_row = of_all_lanes(length), of_all_lanes(first_row), of_all_lanes(last_row)
     before, after = of_all_lanes(before), of_all_lanes(after)
@@ -97,8 +100,9 @@ def work_at(t, end, facts, batch, schedule, c: gl.constexpr):
     length = gl.maximum(gl.minimum(length, batch.capacity), 0)
     units = after - before
     within = t - before * schedule.heads
-    # Where there is no work the sequence may have no unit: a head that there is, for what is loaded of it.
-    head = gl.minimum(gl.maximum(within // gl.maximum(units, 1), 0), schedule.heads - 1)
+    head = within // gl.maximum(units, 1)
+    if ANY:
+        head = gl.minimum(gl.maximum(head, 0), schedule.heads - 1)
     at = within - head * units
     n = gl.minimum(units - at, end - t)
     if c.piece > 0:

@@ -208,7 +208,7 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
     d = gl.arange(0, c.dim_v, layout=gl.SliceLayout(1, OUT))
     t = start
     step = start * 0
-    work = work_at(t, end, facts_of(b, True, batch, schedule, ".cg"), batch, schedule, c)
+    work = work_at(t, end, facts_of(b, True, batch, schedule, ".cg"), batch, schedule, c, True)
     next_b = following(b, work, schedule)
     facts = facts_of(next_b, t + work.n < end, batch, schedule, ".cg")
     parts, first_program, within = parts_if_cut(work, schedule, c)

@@ -123,8 +123,8 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
 # What changes from step to step is no reason to compile again.
 @gluon.jit(do_not_specialize=["table_row", "num_pages", "rows", "size"])
 def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, num_pages, rows, size,
-                   schedule, scales, output, memory, c: gl.constexpr, again: gl.constexpr):  # fmt: skip
-    """One launch: attention of the prefill sequences of a batch, merged. again: constants of what is computed again."""
+                   schedule, scales, output, memory, c: gl.constexpr):  # fmt: skip
+    """One launch: attention of the prefill sequences of a batch, merged."""
     batch = Batch(query_starts, page_table, table_row, num_pages, rows, size)
     FP8: gl.constexpr = gl.float8e4nv
     STAGES: gl.constexpr = c.stages
@@ -173,8 +173,9 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
     if c.watched:
+        AGAIN: gl.constexpr = c.again
         buffers = (q_pages, q_in, terms_a, factors_a, k_pages, v_pages, k_tiles, v_tiles, record)
-        repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, again)
+        repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, AGAIN)
 
 
 # ---- the launch
@@ -237,7 +238,6 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
         ),
         "memory": Parts(floats, floats[tuning.hopper_prefill_parts(spec, device) :]),
         "c": c,
-        "again": constants(spec, careful=True),
         "num_warps": 4,
         "maxnreg": MAX_REGISTERS,
     }

@@ -12,7 +12,7 @@ a consumer, of the pieces done, then the entries.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ class Constants(CompileTime):
     def tempered(self) -> bool:
         """Whether scores that are too large are scaled down, see `_halves.tempered`."""
         return self.careful
+
+    @property
+    def again(self) -> Constants:
+        """Constants of tiles that are computed again."""
+        return replace(self, careful=True)
 
     @property
     def watched(self) -> bool:
@@ -267,8 +272,8 @@ def plan_kernel(
 
 
 @lru_cache(maxsize=1024)
-def constants(spec: AttentionSpec, careful: bool = False) -> Constants:
-    """Constants of prefill; careful: of what is computed again."""
+def constants(spec: AttentionSpec) -> Constants:
+    """Constants of prefill."""
     tile = tuning.hopper_prefill_tile(spec)
     exact, fp8_query = spec.precision == "exact", spec.query_dtype == "fp8_e4m3"
     return Constants(
@@ -288,7 +293,7 @@ def constants(spec: AttentionSpec, careful: bool = False) -> Constants:
         softcap=spec.softcap,
         lse=spec.lse,
         never_cut=spec.batch_invariant,
-        careful=careful,
+        careful=False,
     )
 
 

@@ -93,7 +93,8 @@ def tile_step(q, factor, limit, state, first, begin, end, head, table, memory, c
     lowered = new - c.p_bits  # P is 2^p_bits at its largest, in `acc` and `total` alike
     if c.one_page:
         lowered = tl.where(live, lowered, float("inf"))  # a page that is not there: every P is 0
-    # No multiply-add, or s factor would not be rounded as the maximum was, and of scores of 2^25 P be anything.
+    # No multiply-add (enable_fp_fusion), or s factor would not be rounded as the maximum was, and of scores of 2^25 P
+    # be anything. A softcap bounds them.
     p = tl.exp2((s * factor[:, None] if plain else s) - lowered[:, None])
     total = total * alpha + tl.sum(p, 1)
     v = stored_to_operand(load_values(first, begin, end, page, live, head, memory, c, masked), kind_v, c)

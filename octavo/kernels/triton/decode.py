@@ -181,7 +181,7 @@ def launches(call: AttentionCall, device: Device) -> list[tuple[Any, tuple[int, 
     found: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
     if batch:
         options = {"num_warps": c.num_warps, "num_stages": c.num_stages, "maxnreg": c.max_registers}
-        options["enable_fp_fusion"] = False  # see _attend.tile_step
+        options["enable_fp_fusion"] = c.softcap is not None  # see _attend.tile_step
         row_tiles = -(-partial.rows // c.rows)
         grid = (units * spec.num_kv_heads * row_tiles,)
         found.append((decode_kernel, grid, {**shared, "query": query_of(call), "units": units, "c": c, **options}))

@@ -103,7 +103,7 @@ def launch(call: AttentionCall, device: Device) -> tuple[tuple[int, ...], dict[s
         "num_warps": c.num_warps,
         "num_stages": c.num_stages,
         "maxnreg": c.max_registers,
-        "enable_fp_fusion": False,  # see _attend.tile_step
+        "enable_fp_fusion": c.softcap is not None,  # see _attend.tile_step
     }
 
 
