@@ -34,7 +34,7 @@ def normaliser(reference, weight, factor, factors, lost, c: gl.constexpr):
     if c.watched:
         total, bits = gl.where(lost, 1.0, total), gl.where(lost, 0.0, bits)
     lse = bits + gl.log2(total)
-    if c.tempered:  # what scores were scaled down by
+    if c.careful:  # what scores were scaled down by
         lse = lse * (row_factors(factors, c) / factor)
     return gl.where(total > 0.0, 1.0 / total, 0.0), lse
 

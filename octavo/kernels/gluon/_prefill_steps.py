@@ -105,7 +105,7 @@ def load_query(q_in, q_terms, factors, head, factor, scales, c: gl.constexpr):
             q_terms[1].store((x - pipe.round_e4m3(x)).to(gl.float8e4nv))
     else:  # no product with keys, which are 448 at most, exceeds what fp16 holds
         scale = pipe.power_of_two_scale(gl.sum(gl.abs(x), axis=1) * (448.0 * 448.0 / MOST_SCORE))
-        if c.tempered:
+        if c.careful:
             scale = scale_of_large_keys(x, scale, head, factor, scales, rows, c)
         q_terms[0].store((x * gl.expand_dims(scale, 1)).to(gl.float8e4nv))
     factor = factor / scale
@@ -224,7 +224,7 @@ def exponents_fast(s, reference, factor, c: gl.constexpr):
     which e4m3 holds: few blocks then rescale the output. Of capped scores the factor is 1.
     """
     top = as_rows(half.row_max(s), c)
-    if c.tempered:
+    if c.careful:
         factor, reference = half.tempered(top, factor, reference, False)
     of_scores = softmax_factor(factor, c)
     new = half.round_half(top * of_scores - P_BITS, True)
@@ -269,7 +269,7 @@ def exponents_exact(s, reference, factor, c: gl.constexpr):
     is 1.
     """
     top = as_rows(gl.max(s, axis=1), c)
-    if c.tempered:
+    if c.careful:
         factor, reference = half.tempered(top, factor, reference, True)
     of_scores = softmax_factor(factor, c)
     own = gl.maximum(top * of_scores, NOTHING)

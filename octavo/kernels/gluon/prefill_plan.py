@@ -64,7 +64,7 @@ class Constants(CompileTime):
     softcap: float | None
     lse: bool
     never_cut: bool
-    careful: bool  # of tiles that are computed again
+    careful: bool  # of tiles that are computed again: scores that are too large are scaled down, see `_halves.tempered`
 
     @property
     def tile_rows(self) -> int:
@@ -75,11 +75,6 @@ class Constants(CompileTime):
     def unroll(self) -> int:
         """Blocks that the fast loop overlaps: as registers allow."""
         return 2 if self.dim <= 128 else 1
-
-    @property
-    def tempered(self) -> bool:
-        """Whether scores that are too large are scaled down, see `_halves.tempered`."""
-        return self.careful
 
     @property
     def again(self) -> Constants:
