@@ -174,7 +174,8 @@ def _sequence(
     c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]
     floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c.transpose(1, 2)).sum(1)[:, None, None]
     errs = change + (rounding.weight + rounding.product) * up + 16 * STEPS * (p + up)
-    error = _product(errs, v.abs()) + rounding.weight_floor * floor + 2.0**-126  # what is smaller is flushed to 0
+    flushed = 2.0**-126 * (1 + v.abs().sum(1)[:, None, None])  # weights that are smaller, and results
+    error = _product(errs, v.abs()) + rounding.weight_floor * floor + flushed
     exact = _product(p, v)
 
     def placed(x: torch.Tensor, otherwise: float) -> torch.Tensor:

@@ -203,14 +203,31 @@ def zero_dead_tokens(v_page, begin, end, DV: gl.constexpr, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr):
-    """The barriers (full, empty) of a ring, one arrival each."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    return full, empty
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """NUMBER barriers, each of whose phases ends with ARRIVALS arrivals.
+
+    Make none that nobody uses, and end them by `drop_barriers` where the kernel goes on without them: Triton gives
+    their memory to something else, which PTX allows behind mbarrier.inval alone. Where processes share a GPU, the bits
+    of a barrier do come back over what was stored there.
+    """
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def drop_barriers(bars):
+    """End barriers, so that their memory may be used for something else."""
+    NUMBER: gl.constexpr = bars.shape[0]
+    for i in gl.static_range(NUMBER):
+        mbarrier.invalidate(bars.index(i))
+
+
+@gluon.jit
+def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """The barriers (full, empty) of a ring that CONSUMERS read: a stage is empty once all have arrived."""
+    return make_barriers(STAGES), make_barriers(STAGES, CONSUMERS)
 
 
 @gluon.jit
@@ -223,14 +240,3 @@ def copy_page(desc, slots, page, head, bar, at, STEP: gl.constexpr, PANELS: gl.c
     for panel in gl.static_range(PANELS):
         slot = slots.index(at + panel * STEP)
         async_load(desc, [page, head, 0, panel * 128], bar, slot)
-
-
-@gluon.jit
-def make_shared_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The barriers (full, empty) of a ring that CONSUMERS read: a stage is empty once all have arrived."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return full, empty

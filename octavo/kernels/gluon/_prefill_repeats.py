@@ -46,22 +46,27 @@ WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, c: gl.constexpr):
+def repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, used, c: gl.constexpr):
     """Compute the items again that this program has noted as lost, in the shared memory that the others have left.
 
     buffers: of the query as pages and as rows, as terms, of its factors; of K and V as pages and as tiles; the record.
+    used: barriers that the others have left.
     """
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     # Other programs set it too, and all warps must see the same.
     lost = gl.max(gl.load(schedule.memory + LOST + lanes * 0, cache_modifier=".cg"), axis=0)
     if lost > 0:
         STAGES: gl.constexpr = c.stages
-        q_full, q_empty = pipe.make_shared_ring(1, 1)
-        k_full, empty = pipe.make_shared_ring(STAGES, 1)
-        v_full, v_landed = pipe.make_shared_ring(STAGES, 1)
+        for i in gl.static_range(len(used)):
+            pipe.drop_barriers(used[i])
+        q_full = pipe.make_barriers(1)
+        k_full, empty = pipe.make_ring(STAGES)
+        v_full = pipe.make_barriers(STAGES)
+        v_landed = pipe.make_barriers(1)
         fence_async_shared()
         thread_barrier()
-        bars = (q_full.index(0), q_empty.index(0), k_full, v_full, empty, v_landed.index(0))
+        bars = (k_full, v_full, empty, v_landed.index(0))
+        q_full = q_full.index(0)
         mine = gl.program_id(0) + 1
         total = gl.load(schedule.memory) * c.heads
         count = total * 0
@@ -76,7 +81,7 @@ def repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers
                     if noted == mine:
                         gl.store(schedule.lost + item, 0)  # for the next layer
                         number, landed = repeat_item(item, count, number, landed, q_desc, k_desc, v_desc, batch,
-                                                     schedule, scales, output, bars, buffers, c)  # fmt: skip
+                                                     schedule, scales, output, q_full, bars, buffers, c)  # fmt: skip
                         count += 1
 
 
@@ -92,11 +97,11 @@ def whole_span(first_row, end_row, seen, c: gl.constexpr):
 
 
 @gluon.jit
-def repeat_item(item, count, number, landed, q_desc, k_desc, v_desc, batch, schedule, scales, output, bars, buffers,
-                c: gl.constexpr):  # fmt: skip
+def repeat_item(item, count, number, landed, q_desc, k_desc, v_desc, batch, schedule, scales, output, q_full, bars,
+                buffers, c: gl.constexpr):  # fmt: skip
     """Attend for the rows of an item, one consumer's after the other's, and write them."""
     q_pages, q_in, q_terms, factors, k_pages, v_pages, k_tiles, v_tiles, record = buffers
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    k_full, v_full, empty, v_landed = bars
     PIECES: gl.constexpr = c.pieces
     ints, floats = record
     entry = schedule.entries + item // c.heads * ENTRY_INTS

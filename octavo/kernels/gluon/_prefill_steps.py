@@ -356,7 +356,7 @@ def add_products(p8, o, keep, following, step, v_tiles, c: gl.constexpr):
 def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
               MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """A block alone: its softmax, then its P V together with the next block's Q K^T."""
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    k_full, v_full, empty, v_landed = bars
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     if c.softcap is not None:
         s = capped(s, factor, c)
@@ -376,7 +376,7 @@ def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile
 @gluon.jit
 def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c: gl.constexpr):
     """`unroll` blocks that every row sees whole: under each softmax the next block's Q K^T and the last one's P V."""
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    k_full, v_full, empty, v_landed = bars
     DIM: gl.constexpr = c.dim
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)
     UNROLL: gl.constexpr = c.unroll
@@ -410,7 +410,7 @@ def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles
 def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
                MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """A block: its softmax with the next block's Q K^T under it, then its P V, piece by piece of the output."""
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    k_full, v_full, empty, v_landed = bars
     PIECES: gl.constexpr = c.pieces
     PIECE: gl.constexpr = c.piece
     OUT: gl.constexpr = pipe.accumulator_layout(c.piece)

@@ -140,7 +140,7 @@ def send_block(k_desc, v_desc, pages_of, block, last, number, landed, bars, k_pa
 
     pages_of: page table of the sequence, its tokens [begin, end), KV head and pages of the pool. last: keys alone.
     """
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    k_full, v_full, empty, v_landed = bars
     table, begin, end, kv_head, num_pages = pages_of
     PAGES: gl.constexpr = c.pages
     STEP: gl.constexpr = c.rows_zeroed
@@ -174,10 +174,23 @@ def send_block(k_desc, v_desc, pages_of, block, last, number, landed, bars, k_pa
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, batch, schedule, scales, output, bars, q_in, k_pages, v_pages, record, c: gl.constexpr
+    q_desc,
+    k_desc,
+    v_desc,
+    batch,
+    schedule,
+    scales,
+    output,
+    query_bars,
+    bars,
+    q_in,
+    k_pages,
+    v_pages,
+    record,
+    c: gl.constexpr,
 ):
     """Take items as long as there are any, and fill the rings with their query, keys and values."""
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    q_full, q_empty = query_bars
     ints, floats = record
     programs = gl.num_programs(0)
     total = gl.load(schedule.memory) * c.heads

@@ -51,10 +51,11 @@ MAX_REGISTERS = 168  # of a thread at the launch, of which the consumers then ta
 
 
 @gluon.jit
-def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factors, k_tiles, v_tiles, record,
+def consume(batch, scales, output, memory, schedule, query_bars, bars, q_in, q_terms, factors, k_tiles, v_tiles, record,
             WHICH: gl.constexpr, c: gl.constexpr):  # fmt: skip
     """Attend for 64 of a tile's packed rows, tile by tile, and write results or parts of them."""
-    q_full, q_empty, k_full, v_full, empty, v_landed = bars
+    q_full, q_empty = query_bars
+    k_full, v_full, empty, v_landed = bars
     ints, floats = record
     R: gl.constexpr = gl.SliceLayout(1, pipe.accumulator_layout(c.block))
     r = gl.arange(0, ROWS, layout=R)
@@ -95,7 +96,7 @@ def consume(batch, scales, output, memory, schedule, bars, q_in, q_terms, factor
                                                         limit, tile, k_tiles, v_tiles, bars, True, c)  # fmt: skip
             number += 1
         if not c.exact:
-            while number + (c.unroll - 1) < end_whole:
+            while number < end_whole - (c.unroll - 1):
                 s, o, reference, weight, factor = blocks_fast(
                     number, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles, bars, c
                 )
@@ -154,19 +155,20 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
         gl.allocate_shared_memory(gl.int32, [32, 1], FLAT),
         gl.allocate_shared_memory(gl.float32, [32, 1], FLAT),
     )
-    q_full, q_empty = pipe.make_shared_ring(1, 2)
-    k_full, empty = pipe.make_shared_ring(STAGES, 2)
-    v_full, _ = pipe.make_shared_ring(STAGES, 2)
-    v_landed, _ = pipe.make_shared_ring(1, 1)
+    q_full, q_empty = pipe.make_ring(1, 2)
+    k_full, empty = pipe.make_ring(STAGES, 2)
+    v_full = pipe.make_barriers(STAGES)
+    v_landed = pipe.make_barriers(1)
     fence_async_shared()
-    bars = (q_full.index(0), q_empty.index(0), k_full, v_full, empty, v_landed.index(0))
+    query_bars = (q_full.index(0), q_empty.index(0))
+    bars = (k_full, v_full, empty, v_landed.index(0))
     gl.warp_specialize(
         [
-            (consume, (batch, scales, output, memory, schedule, bars, q_in, terms_a, factors_a,
+            (consume, (batch, scales, output, memory, schedule, query_bars, bars, q_in, terms_a, factors_a,
                        k_tiles, v_tiles, record, 0, c)),
-            (consume, (batch, scales, output, memory, schedule, bars, q_in, terms_b, factors_b,
+            (consume, (batch, scales, output, memory, schedule, query_bars, bars, q_in, terms_b, factors_b,
                        k_tiles, v_tiles, record, 1, c)),
-            (produce, (q_desc, k_desc, v_desc, batch, schedule, scales, output, bars,
+            (produce, (q_desc, k_desc, v_desc, batch, schedule, scales, output, query_bars, bars,
                        q_pages, k_pages, v_pages, record, c)),
         ],
         [4, 1],
@@ -175,7 +177,8 @@ def prefill_kernel(q_desc, k_desc, v_desc, query_starts, page_table, table_row, 
     if c.watched:
         AGAIN: gl.constexpr = c.again
         buffers = (q_pages, q_in, terms_a, factors_a, k_pages, v_pages, k_tiles, v_tiles, record)
-        repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, AGAIN)
+        used = (q_full, q_empty, k_full, empty, v_full, v_landed)
+        repeat_lost(q_desc, k_desc, v_desc, batch, schedule, scales, output, buffers, used, AGAIN)
 
 
 # ---- the launch
