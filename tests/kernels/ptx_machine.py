@@ -1,7 +1,8 @@
 """Run a kernel's PTX without a GPU: warps of 32 lanes in numpy, shared memory, mbarriers, TMA and wgmma.
 
 It is there to see values and protocols of the Hopper kernels, which Triton's interpreter does not run: what a kernel
-computes, that its barriers cannot lock, that no address is out of bounds. Asynchronous copies and products take effect
+computes, that its barriers cannot lock, that no address is out of bounds, that an mbarrier's memory is used for nothing
+else. Asynchronous copies and products take effect
 at once and warps run in turns, so it shows neither races nor times; and it takes what Triton made, not what ptxas does.
 """
 
@@ -17,12 +18,17 @@ import torch
 
 TENSOR_MAP = 1 << 50  # addresses of descriptors
 POOL_BITS = 40  # an address is (pool << POOL_BITS) + offset
+BARRIER_BYTES = 8
 STEPS = 2000  # of a warp, before the next one runs
 _OPERANDS = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
 class Deadlock(Exception):
     """Every warp waits."""
+
+
+class MisusedBarrier(Exception):
+    """Memory of an mbarrier that is used for something else, or an mbarrier that is not there."""
 
 
 class Instruction(NamedTuple):
@@ -189,7 +195,8 @@ class Machine:
         """Run one program to its end, in poisoned shared memory."""
         self.program = program
         self.shared = np.full(self.shared_bytes + 1024, 0xFF, np.uint8)
-        self.barriers: dict[int, Barrier] = {}
+        self.barriers: dict[int, Barrier] = {}  # the live ones
+        self.held = np.zeros(self.shared.size, bool)  # bytes that are theirs
         self.named: dict[int, list[int]] = {}  # arrivals and generation of bar.sync
         warps = [Warp(number) for number in range(self.warps_per_program)]
         while any(not warp.done for warp in warps):
@@ -210,6 +217,43 @@ class Machine:
             if warp.done or warp.ready is not None:
                 break
         return True
+
+    def fault(self, warp: Warp, what: str) -> MisusedBarrier:
+        """The error of the instruction that `warp` is at."""
+        name = self.code[warp.at - 1].name
+        return MisusedBarrier(f"program {self.program}, warp {warp.number}, {name}: {what}")
+
+    def add_barrier(self, warp: Warp, address: int, count: int) -> None:
+        """mbarrier.init: its 8 bytes are its own until mbarrier.inval, by PTX's rules; what they held is lost."""
+        if address % BARRIER_BYTES or address in self.barriers:
+            live = "a live mbarrier has" if address in self.barriers else "is no multiple of 8"
+            raise self.fault(warp, f"init at {address} of shared memory, which {live}")
+        self.barriers[address] = Barrier(count)
+        self.held[address : address + BARRIER_BYTES] = True
+        self.shared[address : address + BARRIER_BYTES] = 0xFF
+
+    def remove_barrier(self, warp: Warp, address: int) -> None:
+        """mbarrier.inval."""
+        self.barrier_at(warp, address)
+        del self.barriers[address]
+        self.held[address : address + BARRIER_BYTES] = False
+
+    def barrier_at(self, warp: Warp, address: int) -> Barrier:
+        """The live mbarrier of an address."""
+        if address not in self.barriers:
+            raise self.fault(warp, f"no live mbarrier at {address} of shared memory")
+        return self.barriers[address]
+
+    def data(self, warp: Warp, index: np.ndarray) -> np.ndarray:
+        """`index`, bytes of shared memory that are read or written; no live mbarrier's.
+
+        On a GPU nothing is seen of it until processes share it: then the bits of the mbarrier come back over the data.
+        """
+        held = self.held[index]
+        if np.count_nonzero(held):
+            found = sorted({int(at) // BARRIER_BYTES * BARRIER_BYTES for at in index[held]})
+            raise self.fault(warp, f"data in the memory of live mbarriers, at {found} of shared memory")
+        return index
 
     def global_bytes(self, addresses: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The pool that `addresses` [n] lie in, and the indices [n, count] of their bytes; none out of bounds."""

@@ -17,7 +17,7 @@ from .ptx_context import (
     lanes_of,
     swizzled,
 )
-from .ptx_machine import TENSOR_MAP, Barrier, Warp
+from .ptx_machine import TENSOR_MAP, Warp
 
 
 def load(c: Context) -> Effect:
@@ -38,7 +38,7 @@ def load(c: Context) -> Effect:
         found = np.zeros((32, count), np.uint8)
         at = address(w)[lanes]
         if shared:
-            found[lanes] = c.machine.shared[at[:, None] + np.arange(count)]
+            found[lanes] = c.machine.shared[c.machine.data(w, at[:, None] + np.arange(count))]
         else:
             pool, index = c.machine.global_bytes(at, count)
             found[lanes] = pool[index]
@@ -61,7 +61,7 @@ def store_memory(c: Context) -> Effect:
         parts = [np.ascontiguousarray(read(w)).view(np.uint8).reshape(32, -1)[:, :size] for read in reads]
         data, at = np.concatenate(parts, 1)[lanes], address(w)[lanes]
         if shared:
-            c.machine.shared[at[:, None] + np.arange(data.shape[1])] = data
+            c.machine.shared[c.machine.data(w, at[:, None] + np.arange(data.shape[1]))] = data
         else:
             pool, index = c.machine.global_bytes(at, data.shape[1])
             pool[index] = data
@@ -91,7 +91,7 @@ def load_matrices(c: Context) -> Effect:
     def effect(w: Warp, mask: Mask) -> None:
         at = address(w)
         for i, store in enumerate(stores):
-            rows = c.machine.shared[at[8 * i : 8 * i + 8, None] + np.arange(16)]
+            rows = c.machine.shared[c.machine.data(w, at[8 * i : 8 * i + 8, None] + np.arange(16))]
             store(w, np.ascontiguousarray(rows).view(np.uint32).reshape(32), mask)
 
     return effect
@@ -117,15 +117,15 @@ def synchronise(c: Context) -> Effect:
 
 
 def barrier(c: Context) -> Effect:
-    """mbarrier.init, arrive, arrive.expect_tx and try_wait."""
+    """mbarrier.init, inval, arrive, arrive.expect_tx and try_wait."""
     machine, kind = c.machine, c.parts[1]
-    first = c.operands[0] if kind == "init" else c.operands[1]
+    first = c.operands[0] if kind in ("init", "inval") else c.operands[1]
     address = c.address(first, np.uint32)
     if kind == "try_wait":
         parity, store = c.read(c.operands[2], np.uint32), c.write(c.operands[0], "pred")
 
         def wait(w: Warp, mask: Mask) -> None:
-            at, phase = machine.barriers[int(address(w)[0])], int(parity(w)[0]) & 1
+            at, phase = machine.barrier_at(w, int(address(w)[0])), int(parity(w)[0]) & 1
             store(w, np.full(32, at.phase != phase), mask)
             if at.phase == phase:
                 w.ready = lambda: at.phase != phase
@@ -138,9 +138,12 @@ def barrier(c: Context) -> Effect:
         for lane in lanes_of(mask):
             at, number = int(address(w)[lane]), 1 if count is None else int(count(w)[lane])
             if kind == "init":
-                machine.barriers[at] = Barrier(number)
+                machine.add_barrier(w, at, number)
                 continue
-            found = machine.barriers[at]
+            if kind == "inval":
+                machine.remove_barrier(w, at)
+                continue
+            found = machine.barrier_at(w, at)
             if "expect_tx" in c.parts:
                 found.bytes += number
                 number = 1
@@ -168,8 +171,8 @@ def copy_box(c: Context) -> Effect:
             data = np.zeros((index.shape[1], box.size), np.uint8)
             data[inside] = box.memory[source[:, None] + np.arange(box.size)]
             at = swizzled(int(target(w)[lane]) + np.arange(index.shape[1]) * box.size, box.swizzle)
-            machine.shared[at[:, None] + np.arange(box.size)] = data
-            found = machine.barriers[int(done(w)[lane])]
+            machine.shared[machine.data(w, at[:, None] + np.arange(box.size))] = data
+            found = machine.barrier_at(w, int(done(w)[lane]))
             found.bytes -= data.size
             found.settle()
 
@@ -188,16 +191,16 @@ def product(c: Context) -> Effect:
     words = [c.read(x, np.uint32) for x in a] if isinstance(a, list) else []
     a_at = None if words else c.read(a, np.uint64)
 
-    def rows(descriptor: int, count: int) -> np.ndarray:
+    def rows(w: Warp, descriptor: int, count: int) -> np.ndarray:
         start, group = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
         width = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
         row = np.arange(count)
         at = start + row // 8 * group + row % 8 * width
-        return e4m3_to_float(c.machine.shared[swizzled(at[:, None] + np.arange(32), width)])
+        return e4m3_to_float(c.machine.shared[c.machine.data(w, swizzled(at[:, None] + np.arange(32), width))])
 
     def operand(w: Warp) -> np.ndarray:
         if a_at is not None:
-            return rows(int(a_at(w)[0]), 64)[16 * (w.number % 4) :][:16]
+            return rows(w, int(a_at(w)[0]), 64)[16 * (w.number % 4) :][:16]
         taken = np.zeros((16, 32), np.uint8)
         for i, word in enumerate(words):
             quad = np.ascontiguousarray(word(w)).view(np.uint8).reshape(32, 4)
@@ -205,7 +208,7 @@ def product(c: Context) -> Effect:
         return e4m3_to_float(taken)
 
     def effect(w: Warp, mask: Mask) -> None:
-        result = operand(w) @ rows(int(b(w)[0]), columns).T
+        result = operand(w) @ rows(w, int(b(w)[0]), columns).T
         each = 2 if part == "f16x2" else 1  # columns in a register
         for i, (old, store) in enumerate(zip(sums, stores, strict=True)):
             first = i * each
