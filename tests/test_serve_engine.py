@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serve_models import Heard, generated, greedy, make_engine, run_all, tiny_loaded
+from serve_models import NAME, Heard, generated, greedy, make_engine, run_all, tiny_loaded
 from transformers_models import FAMILY_NAMES, prompts, tiny
 
 from octavo import InvalidInput, Unsupported
 from octavo.integrations.transformers import enable
-from octavo.serve.engine import INTERNAL, NOT_NUMBERS, SHUTDOWN, Refused
+from octavo.serve import server
+from octavo.serve.engine import INTERNAL, NOT_NUMBERS, SHUTDOWN, Engine, Refused
 from octavo.serve.graphs import DecodeGraphs, batch_sizes, capture_decodes
+from octavo.serve.metrics import Metrics
 from octavo.serve.requests import Sampling
 from octavo.serve.runner import Batch, Runner, check_positions
 from octavo.serve.scheduler import Share
+from octavo.warmup import watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 70, 33, 9)
@@ -257,6 +260,21 @@ def test_padded_decode_steps_over_fixed_buffers_choose_the_same_tokens(family):
     heard = [Heard(prompt, greedy(12 + more)) for prompt, more in zip(some_prompts(), (0, 3, 0, 0), strict=True)]
     assert [tokens[:12] for tokens in run_all(engine, heard)] == alone
     assert {len(logits) for logits in sizes} >= {1, 4} and batch_sizes(7) == [7, 4, 2, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+def test_a_server_that_is_ready_compiles_nothing():
+    loaded = tiny_loaded(head_dim=64)
+    loaded.model.to("cuda", torch.bfloat16)
+    options = server.ServeOptions(NAME, torch.device("cuda"), cache_tokens=8192, step_tokens=512, max_batch=16)
+    runner, bounds = server.prepare(options, loaded)
+    engine = Engine(runner, loaded.tokenizer, frozenset(), bounds, Metrics())
+    lengths = (5, 70, 33, 9, 128, 64, 1, 17, 90)
+    heard = [Heard(prompts(1, n, seed=n)[0].tolist(), greedy(20 + n % 7)) for n in lengths]
+    with watched() as found:
+        run_all(engine, heard)
+    assert found.compiled == [] and found.cached == []
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ import uvicorn
 
 from ..errors import InvalidInput
 from ..quality.load import LoadedModel
+from ..warmup import warm
 from . import api, load, ranks
 from .engine import Engine, EngineOptions
 from .graphs import capture_decodes
@@ -87,7 +88,9 @@ def prepare(options: ServeOptions, loaded: LoadedModel) -> tuple[Runner, EngineO
     tokens = max(bounds.step_tokens, bounds.max_batch)
     pages = -(-context // options.page_size)
     handle.reserve(bounds.max_batch, tokens, pages * options.page_size)
-    if gpu:
+    if gpu:  # else the first steps of several sequences would wait for kernels of theirs
+        for choice in handle.choices.values():
+            warm(choice, options.device, max_batch=bounds.max_batch, max_query_tokens=tokens, max_context=context)
         runner.warm_up()
     if options.tp == 1:  # the ranks' collectives stay outside graphs
         runner.graphs = capture_decodes(runner, bounds.max_batch, pages)
