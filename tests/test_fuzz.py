@@ -71,6 +71,15 @@ def test_attention_at_length(example):
     assert attention_faults(example) == []
 
 
+@interpreted
+@pytest.mark.parametrize(("prefills", "seed"), [(((0, 0), (71, 5)), 298), (((71, 1),), 0)])
+def test_attention_under_a_sink_that_is_far_above_all_tokens(prefills, seed):
+    """Weights of 2^-100 and less: over the last tile's maximum, which is a lower one, fp32 does not hold the sink's."""
+    spec = AttentionSpec(8, 2, 80, kv_dtype="bfloat16", page_size=24, layout="hnd", sinks=True, lse=True)
+    q, k = fuzz.Values(exponent=1), fuzz.Values("offset")
+    assert attention_faults(fuzz.Example(spec, (), prefills, q=q, k=k, told="nothing", seed=seed)) == []
+
+
 @some(150)
 @given(fuzz.examples(st.sampled_from(fuzz.GPU_SPECS), most_tokens=600, most_rows=100))
 def test_attention_of_the_reference(example):

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from octavo.testing import sharing
 
 
 def test_runs_with_other_bits_are_counted():
-    """One run of every AT_ONCE; -0 and other NaN are other bits, and the same NaN is not."""
-    result = torch.tensor([0.0, float("nan"), 1.0])
+    """-0 and other NaN are other bits, the same NaN is not; of several results one is enough."""
+    usual = torch.tensor([0.0, float("nan"), 1.0])
     negative = torch.tensor([-0.0, float("nan"), 1.0])
-    assert sharing.repeat(lambda i: result, 0.0) == (sharing.AT_ONCE, 0)
-    assert sharing.repeat(lambda i: negative if i == 7 else result, 0.0) == (sharing.AT_ONCE, 1)
-    other = result.view(torch.int32).bitwise_or(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32)
-    assert sharing.repeat(lambda i: other if i in (3, 4) else result, 0.0) == (sharing.AT_ONCE, 2)
+    other = usual.view(torch.int32).bitwise_or(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32)
+
+    def step(*unusual):
+        runs = iter([usual, *unusual])
+        return lambda: (usual, next(runs, usual))
+
+    assert sharing.repeat(step(), 0.0) == (sharing.AT_ONCE, 0)
+    assert sharing.repeat(step(usual, negative), 0.0) == (sharing.AT_ONCE, 1)
+    assert sharing.repeat(step(other, usual, other), 0.0) == (sharing.AT_ONCE, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no process can begin")
+def test_processes_that_end_early_are_named():
+    assert sharing.shared(2, 0.1, loads=1) == (0, ["a load has ended", *["a process ended with 1"] * 2])

@@ -174,7 +174,8 @@ def _sequence(
     c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]
     floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c.transpose(1, 2)).sum(1)[:, None, None]
     errs = change + (rounding.weight + rounding.product) * up + 16 * STEPS * (p + up)
-    flushed = 2.0**-126 * (1 + v.abs().sum(1)[:, None, None])  # weights that are smaller, and results
+    # What is smaller than 2^-126 is flushed to 0: weights, a row's V scale over its denominator, results.
+    flushed = 2.0**-126 * (1 + (v.abs() / _least_scale(batch, c)).sum(1)[:, None, None])
     error = _product(errs, v.abs()) + rounding.weight_floor * floor + flushed
     exact = _product(p, v)
 
@@ -202,6 +203,14 @@ def _query(batch: Batch, span: slice) -> torch.Tensor:
     scale = batch.arguments.get("q_scale")
     q = decode(q.view(torch.uint8), FORMATS["fp8_e4m3"], torch.float64)
     return q if scale is None else q * scale.double().reshape(-1, 1)
+
+
+def _least_scale(batch: Batch, of_tokens: torch.Tensor) -> torch.Tensor:
+    """V's scales [heads or 1, n or 1, 1], of `_value_scales` or per tensor and head; 1 where they are larger."""
+    scale = batch.cache.v_scale
+    if batch.spec.fp8 and batch.spec.scale_granularity != "token_head" and scale is not None:
+        return scale.double().reshape(-1, 1, 1).clamp_max(1.0)
+    return of_tokens.transpose(1, 2).clamp_max(1.0)
 
 
 def _value_scales(batch: Batch, index: int, begin: int, end: int, count: int) -> torch.Tensor:

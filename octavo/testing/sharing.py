@@ -3,8 +3,9 @@
     python -m octavo.testing.sharing --processes 4 --seconds 60
 
 The driver gives each process the GPU in turn and stops kernels in the middle of it. That changes nothing as long as
-they keep the rules of PTX; nor does it matter how slow the others make one. Results are compared bit for bit, 40 runs
-at a time, so that there is always a kernel to be stopped. Values are other tests' business.
+they keep the rules of PTX; nor does it matter how slow the others make one. Results are compared bit for bit, where
+they are, 500 runs before the host waits: a process that has nothing more to run hands the GPU on by itself, and none of
+its kernels is stopped. Values are other tests' business.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,29 +31,33 @@ from ..spec import AttentionSpec
 from . import fuzz, indexer_support, sanitize
 from .inputs import Batch
 
-AT_ONCE = 40
+AT_ONCE = 500
+Step = tuple[str, Callable[[], tuple[torch.Tensor, ...]]]  # a label, and what runs it
 
 
-def step(attention: Attention, batch: Batch, outs: torch.Tensor, i: int) -> torch.Tensor:
-    """Output number i of a step, which is 0 before."""
-    attention.run(batch.q, batch.cache, out=outs[i].zero_(), **batch.arguments)
-    return outs[i]
+def attend(attention: Attention, batch: Batch, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Run a step into `out` and `lse`, which are 0 before: rows of no sequence may stay as they were."""
+    results = (out,) if lse is None else (out, lse)
+    for result in results:
+        result.zero_()
+    attention.run(batch.q, batch.cache, out=out, lse=lse, **batch.arguments)
+    return results
 
 
-def attention_steps(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
-    """The kinds of step of `sanitize.steps` on Hopper's kernels: a label, and what runs a step into output number i."""
+def attention_steps(spec: AttentionSpec, device: torch.device) -> Iterator[Step]:
+    """The kinds of step of `sanitize.steps` on Hopper's kernels."""
     for number, example in enumerate(sanitize.steps(spec)):
         batch = sanitize.moved(example.batch("cpu"), device)
         backend = sanitize.named(spec, "gluon")
         attention = Attention(spec, max_batch=8, max_query_tokens=256, max_context=1024, device=device, backend=backend)
         attention.plan(batch.seq_lens, batch.page_table, batch.query_starts, **example.plan)
-        shape = (AT_ONCE, batch.q.shape[0], spec.num_q_heads, spec.value_dim)
-        outs = torch.zeros(shape, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
+        shape = (batch.q.shape[0], spec.num_q_heads, spec.value_dim)
+        out = torch.empty(shape, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
+        lse = torch.empty(shape[:2], device=device) if spec.lse else None
+        yield f"step {number} of {spec}", partial(attend, attention, batch, out, lse)
 
-        yield f"step {number} of {spec}", partial(step, attention, batch, outs)
 
-
-def indexer_steps(device: torch.device) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
+def indexer_steps(device: torch.device) -> Iterator[Step]:
     """Logits of every spec of the indexer's on Hopper's kernels, paged and over a run of keys, and their top-k."""
     nothing = float("-inf")
     for spec in indexer_support.SPECS:
@@ -71,13 +77,13 @@ def indexer_steps(device: torch.device) -> Iterator[tuple[str, Callable[[int], t
         ragged = partial(
             mqa_logits, q.flatten(0, 1), keys, scales, weights, starts, ends, fill=nothing, backend="gluon"
         )
-        logits = ragged()
-        yield f"paged logits of {spec}", lambda i, run=paged: run()
-        yield f"logits of {spec}", lambda i, run=ragged: run()
-        yield f"top-k of {spec}", lambda i, logits=logits, ends=ends, k=spec.top_k: topk_indices(logits, ends, k)
+        for name, run in (
+            ("paged logits", paged), ("logits", ragged), ("top-k", partial(topk_indices, ragged(), ends, spec.top_k))
+        ):  # fmt: skip
+            yield f"{name} of {spec}", lambda run=run: (run(),)
 
 
-def steps(device: torch.device) -> list[tuple[str, Callable[[int], torch.Tensor]]]:
+def steps(device: torch.device) -> list[Step]:
     """All steps that Hopper's kernels have a say in."""
     hopper = Device.named("h200")
     specs = [
@@ -86,58 +92,72 @@ def steps(device: torch.device) -> list[tuple[str, Callable[[int], torch.Tensor]
     return [step for spec in specs for step in attention_steps(spec, device)] + list(indexer_steps(device))
 
 
-def repeat(run: Callable[[int], torch.Tensor], seconds: float) -> tuple[int, int]:
+def repeat(run: Callable[[], tuple[torch.Tensor, ...]], seconds: float) -> tuple[int, int]:
     """Run a step for so long, at least AT_ONCE times: how many times, and how many had other bits than the first."""
-    first = run(0).clone().view(torch.uint8)
-    runs, other = 0, torch.zeros((), dtype=torch.int64, device=first.device)
+    first = [result.clone().view(torch.uint8) for result in run()]
+    runs, other = 0, torch.zeros((), dtype=torch.int64, device=first[0].device)
     until = time.monotonic() + seconds
     while True:
-        results = [run(i) for i in range(AT_ONCE)]
-        for result in results:
-            other += (result.view(torch.uint8) != first).any()
+        for _ in range(AT_ONCE):
+            differ = [(got.view(torch.uint8) != want).any() for got, want in zip(run(), first, strict=True)]
+            other += torch.stack(differ).any()
         runs, found = runs + AT_ONCE, int(other)  # waits
         if time.monotonic() > until:
             return runs, found
 
 
-def alone(seconds: float, turn: int, only: str) -> int:
-    """Repeat every step whose label has `only` in it, from step number `turn` on; print a JSON line of each.
-
-    Returns how many had other bits at some time.
-    """
+def alone(seconds: float, turn: int, only: str) -> None:
+    """Repeat every step whose label has `only` in it, from step number `turn` on; print a JSON line of each."""
     every = [step for step in steps(torch.device("cuda")) if only in step[0]]
-    turn %= len(every)
-    print(json.dumps({"steps": len(every)}), flush=True)
+    for _, run in every:
+        run()  # compiled, if it was not
+    _ready()
     sys.stdin.readline()  # until all processes are here
-    bad = 0
+    turn %= len(every)
     for label, run in every[turn:] + every[:turn]:
         runs, other = repeat(run, seconds / len(every))
-        bad += other > 0
         print(json.dumps({"label": label, "runs": runs, "other": other}), flush=True)
-    return bad
 
 
-def shared(processes: int, seconds: float, only: str = "") -> tuple[int, list[str]]:
-    """`alone` in so many processes at once: how many runs there were, and a line for each step that went wrong."""
-    command = [sys.executable, "-m", "octavo.testing.sharing", "--alone", "--seconds", str(seconds), "--only", only]
-    running = []
-    for i in range(processes):
-        turn = ["--turn", str(7 * i)]
-        running.append(subprocess.Popen([*command, *turn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+def load() -> None:
+    """Keep the GPU busy until the process is killed: one that always has something to run is given its turns."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    _ready()
+    while True:
+        for _ in range(50):
+            torch.mm(x, x)
+        torch.cuda.synchronize()
+
+
+def _ready() -> None:
+    torch.cuda.synchronize()
+    print("{}", flush=True)
+
+
+def shared(processes: int, seconds: float, only: str = "", loads: int = 2) -> tuple[int, list[str]]:
+    """`alone` in so many processes at once, beside `loads` of `load`.
+
+    Returns how many runs there were, and a line for each step that went wrong and each process that did not end well.
+    """
+    command = [sys.executable, "-m", "octavo.testing.sharing"]
+    each = [*command, "--role", "steps", "--seconds", str(seconds), "--only", only, "--turn"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running: list[Any] = [subprocess.Popen([*each, str(7 * i)], **pipes) for i in range(processes)]
+    busy: list[Any] = [subprocess.Popen([*command, "--role", "load"], **pipes) for _ in range(loads)]
     try:
+        for process in (*running, *busy):
+            process.stdout.readline()  # it is ready, or has ended
         for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()  # its steps are made
-        for process in running:
-            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # how it ended is seen below
                 process.stdin.write("\n")
                 process.stdin.flush()
         written = [process.communicate()[0] for process in running]
+        wrong = ["a load has ended" for process in busy if process.poll() is not None]
     finally:
-        for process in running:
+        for process in (*running, *busy):
             process.kill()
-    wrong = [f"a process ended with {p.returncode}" for p in running if p.returncode not in (0, 1)]
+            process.wait()
+    wrong += [f"a process ended with {process.returncode}" for process in running if process.returncode]
     found = [json.loads(line) for text in written for line in text.splitlines()]
     wrong += [f"{step['other']} of {step['runs']} runs: {step['label']}" for step in found if step["other"]]
     return sum(step["runs"] for step in found), wrong
@@ -149,12 +169,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=60, help="that all steps of a process take together")
     parser.add_argument("--only", default="", help="part of the labels of steps to run")
-    parser.add_argument("--alone", action="store_true", help="be one of the processes; waits for a line on stdin")
+    parser.add_argument("--loads", type=int, default=2, help="processes that keep the GPU busy")
+    parser.add_argument("--role", choices=("steps", "load"), help="be one of the processes")
     parser.add_argument("--turn", type=int, default=0, help="the step that a process begins with")
     arguments = parser.parse_args()
-    if arguments.alone:
-        sys.exit(bool(alone(arguments.seconds, arguments.turn, arguments.only)))
-    total, wrong = shared(arguments.processes, arguments.seconds, arguments.only)
+    if arguments.role == "steps":
+        return alone(arguments.seconds, arguments.turn, arguments.only)
+    if arguments.role == "load":
+        load()
+    total, wrong = shared(arguments.processes, arguments.seconds, arguments.only, arguments.loads)
     print(f"{total:,} runs by {arguments.processes} processes, {len(wrong)} steps wrong")
     print("\n".join(wrong))
     sys.exit(bool(wrong))

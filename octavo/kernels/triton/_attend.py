@@ -115,9 +115,10 @@ def tile_step(q, factor, limit, state, first, begin, end, head, table, memory, c
 
 @triton.jit
 def attend(q, factor, limit, position, last_position, low, high, head, table, memory, c: tl.constexpr):
-    """Rows over tiles [low, high): (acc fp32 [rows, dim_v padded], total and reference fp32 [rows]).
+    """Rows over tiles [low, high): (acc fp32 [rows, dim_v padded], total, reference and peak fp32 [rows]).
 
-    acc and total are sums over the tokens of 2^(score - reference) v and 2^(score - reference), both times 2^p_bits.
+    acc and total are sums over the tokens of 2^(score - reference) v and 2^(score - reference), both times 2^p_bits;
+    peak is the largest score, at most SLACK above the reference.
     position, last_position: of the first and the last of the rows; limit: of each, -1 for none.
     """
     begin = first_visible(position, c)
@@ -143,4 +144,17 @@ def attend(q, factor, limit, position, last_position, low, high, head, table, me
         acc, total, reference, peak = tile_step(
             q, factor, limit, (acc, total, reference, peak), tile * c.tokens, begin, end, head, table, memory, c, True
         )
-    return acc, total, reference
+    return acc, total, reference, peak
+
+
+@triton.jit
+def under_sinks(acc, total, reference, peak, output, c: tl.constexpr):
+    """(acc, total, what they are relative to) for `finish`: where sinks join, relative to the largest score.
+
+    A sink may be 2^126 times all tokens together and leave them what fp32 holds; of a lower reference, less.
+    """
+    if output.sinks is None:
+        return acc, total, reference - c.p_bits
+    else:
+        shift = tl.exp2(reference - c.p_bits - peak)
+        return acc * shift[:, None], total * shift, peak

@@ -19,7 +19,7 @@ from ... import tuning
 from ...calls import AttentionCall
 from ...device import Device
 from ._aot import example_calls
-from ._attend import attend, row_factors
+from ._attend import attend, row_factors, under_sinks
 from ._plan import BOUNDS, batch_of, decode_constants, device_of, memory_of, output_of, query_of
 from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_lse, store_out
 from .merge_states import merge_splits_kernel
@@ -133,10 +133,11 @@ def decode_kernel(
         q, factor = load_query(out_row, q_head, there, query, c)
         factor = row_factors(factor, memory, head, c)
         table = (batch.page_table + index.to(tl.int64) * table_row, num_pages)
-        acc, total, reference = attend(
+        acc, total, reference, peak = attend(
             q, factor, limit, position, last_position, low, high, head.to(tl.int64), table, memory, c
         )
         if count == 1:
+            acc, total, reference = under_sinks(acc, total, reference, peak, output, c)
             total, lse = finish(total, reference, q_head, there, output, c)
             v_scale = head_scale(memory.v_scale, memory.v_scale_strides, head, c)
             store_out(output.out, acc * (v_scale / total)[:, None], out_row, q_head, there, output, c)

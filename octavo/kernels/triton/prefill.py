@@ -15,7 +15,7 @@ import triton.language as tl
 from ...calls import AttentionCall
 from ...device import Device
 from ._aot import example_calls
-from ._attend import attend, row_factors
+from ._attend import attend, row_factors, under_sinks
 from ._plan import BOUNDS, batch_of, device_of, memory_of, output_of, prefill_constants, query_of
 from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_lse, store_out
 
@@ -76,10 +76,11 @@ def prefill_kernel(
         low = first_visible(position, c) // c.tokens
         high = tl.maximum(tl.cdiv(last_position + 1, c.tokens), low)
         table = (batch.page_table + index.to(tl.int64) * table_row, num_pages)
-        acc, total, reference = attend(
+        acc, total, reference, peak = attend(
             q, factor, limit, position, last_position, low, high, head.to(tl.int64), table, memory, c
         )
-        total, lse = finish(total, reference - c.p_bits, q_head, there, output, c)
+        acc, total, reference = under_sinks(acc, total, reference, peak, output, c)
+        total, lse = finish(total, reference, q_head, there, output, c)
         v_scale = head_scale(memory.v_scale, memory.v_scale_strides, head, c)
         store_out(output.out, acc * (v_scale / total)[:, None], out_row, q_head, there, output, c)
         store_lse(lse, out_row, q_head, there, output)
