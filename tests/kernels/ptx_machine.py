@@ -2,8 +2,8 @@
 
 It is there to see values and protocols of the Hopper kernels, which Triton's interpreter does not run: what a kernel
 computes, that its barriers cannot lock, that no address is out of bounds, that an mbarrier's memory is used for nothing
-else. Asynchronous copies and products take effect
-at once and warps run in turns, so it shows neither races nor times; and it takes what Triton made, not what ptxas does.
+else. Asynchronous copies and products take effect at once and warps run in turns, so it shows neither races nor times;
+and it takes what Triton made, not what ptxas does.
 """
 
 from __future__ import annotations

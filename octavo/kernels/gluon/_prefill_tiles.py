@@ -173,22 +173,8 @@ def send_block(k_desc, v_desc, pages_of, block, last, number, landed, bars, k_pa
 
 
 @gluon.jit
-def produce(
-    q_desc,
-    k_desc,
-    v_desc,
-    batch,
-    schedule,
-    scales,
-    output,
-    query_bars,
-    bars,
-    q_in,
-    k_pages,
-    v_pages,
-    record,
-    c: gl.constexpr,
-):
+def produce(q_desc, k_desc, v_desc, batch, schedule, scales, output, query_bars, bars, q_in, k_pages, v_pages, record,
+            c: gl.constexpr):  # fmt: skip
     """Take items as long as there are any, and fill the rings with their query, keys and values."""
     q_full, q_empty = query_bars
     ints, floats = record
