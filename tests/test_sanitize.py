@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octavo import AttentionSpec, choose
-from octavo.testing import fuzz, sanitize
+from octavo.testing import fuzz, race_reports, sanitize
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ if (tool, group) == ("memcheck", "gluon"):
 if (tool, group) != ("initcheck", "triton"):
     print(f"{{group}}: 9 launches of steps, 0 wrong")
 found = int((tool, group) == ("memcheck", "gluon"))
-print(f"========= RACECHECK SUMMARY: {{found}} hazards displayed (0 errors, 0 warnings)" if tool == "racecheck"
+print(f"========= RACECHECK SUMMARY: {{found}} hazards displayed ({{found}} errors, 0 warnings)" if tool == "racecheck"
       else f"========= ERROR SUMMARY: {{found}} errors")
 """
 
@@ -102,6 +102,35 @@ def test_findings_and_what_did_not_finish_are_told(tmp_path, monkeypatch, capsys
     assert "  ========= Invalid __global__ read of size 4 bytes" in lines
     assert any("initcheck" in line and "triton: not finished" in line for line in lines)
     assert capsys.readouterr().out.splitlines() == [line for line in lines if not line.startswith("  ")]
+
+
+def test_reports_of_races_are_known_by_the_lines_of_all_their_accesses():
+    """One access of another line makes a report a new one, and what is counted but not quoted is new too."""
+    name, call, _ = sorted(race_reports.dispatch_lines("prefill.py"))
+    record = sorted(line for _, line in race_reports.kinds()[-1])
+    put, get = record[0], record[-1]
+
+    def access(line, file="_prefill_tiles.py", how="Write"):
+        return f"{how} access at prefill_kernel+0x100 in {file}:{line} [8 hazards]"
+
+    def log(*reports, errors):
+        text = "gluon: 43 launches of steps, 0 wrong\n"
+        for first, *others in reports:
+            lines = [f"Error: Race reported between {first}", *(f"    and {other}" for other in others)]
+            text += "".join(f"========= {line}\n" for line in lines)
+        return text + f"========= RACECHECK SUMMARY: {len(reports)} hazards displayed ({errors} errors, 0 warnings)\n"
+
+    dispatch = [access(name, "prefill.py", "Read"), access(name, "prefill.py"), access(call, "prefill.py")]
+    handed_on = [access(put), access(get, how="Read")]
+    for text, bad, told in (
+        (log(dispatch, handed_on, errors=2), False, "0 findings, 2 of known kinds"),
+        (log(dispatch, handed_on, errors=3), True, "1 findings, 2 of known kinds"),
+        (log(handed_on, [access(put), access(get + 40)], errors=2), True, "1 findings, 1 of known kinds"),
+        (log([access(put), access(name, "prefill.py")], errors=1), True, "1 findings "),
+        (log(errors=0), False, "0 findings "),
+    ):
+        found, line = sanitize.finding(text, "racecheck", "gluon", 1.0)
+        assert found == bad and told in line
 
 
 def test_what_takes_too_long_is_stopped_and_told_and_the_rest_is_kept(tmp_path, monkeypatch):
