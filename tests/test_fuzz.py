@@ -80,6 +80,15 @@ def test_attention_under_a_sink_that_is_far_above_all_tokens(prefills, seed):
     assert attention_faults(fuzz.Example(spec, (), prefills, q=q, k=k, told="nothing", seed=seed)) == []
 
 
+@interpreted
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_of_scores_at_which_p_bits_are_rounded(seed):
+    """Scores of 2^27: 8 less is a tie between 0 and 16 less, and a P of 2^16 is no e4m3."""
+    q, k = fuzz.Values("offset", 3), fuzz.Values("offset", 2)
+    example = fuzz.Example(AttentionSpec(8, 2, 128), (), ((1, 2),), q=q, k=k, k_scale=25.0, seed=seed)
+    assert attention_faults(example) == []
+
+
 @some(150)
 @given(fuzz.examples(st.sampled_from(fuzz.GPU_SPECS), most_tokens=600, most_rows=100))
 def test_attention_of_the_reference(example):

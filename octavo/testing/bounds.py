@@ -174,7 +174,7 @@ def _sequence(
     c = _value_scales(batch, index, begin, length, v.shape[1])  # [heads, 1, n]
     floor = (up * c[:, :, None]).amax(-1, keepdim=True) * (v.abs() / c.transpose(1, 2)).sum(1)[:, None, None]
     errs = change + (rounding.weight + rounding.product) * up + 16 * STEPS * (p + up)
-    # What is smaller than 2^-126 is flushed to 0: weights, a row's V scale over its denominator, results.
+    # What is smaller than 2^-126 is flushed to 0 or loses bits: weights, V's scale over a denominator, results.
     flushed = 2.0**-126 * (1 + (v.abs() / _least_scale(batch, c)).sum(1)[:, None, None])
     error = _product(errs, v.abs()) + rounding.weight_floor * floor + flushed
     exact = _product(p, v)

@@ -91,6 +91,9 @@ def tile_step(q, factor, limit, state, first, begin, end, head, table, memory, c
     new = tl.where(tile_peak == float("-inf"), reference, new)  # a tile that a row does not see leaves it as it was
     alpha = tl.exp2(reference - new)
     lowered = new - c.p_bits  # P is 2^p_bits at its largest, in `acc` and `total` alike
+    if c.p_bits > 0:
+        # Of scores from 2^27 on that is rounded; 16 lower, P would be more than e4m3 holds. Then it is 1 at most.
+        lowered = tl.where(new - lowered > c.p_bits, new, lowered)
     if c.one_page:
         lowered = tl.where(live, lowered, float("inf"))  # a page that is not there: every P is 0
     # No multiply-add (enable_fp_fusion), or s factor would not be rounded as the maximum was, and of scores of 2^25 P
