@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import tuning
+from . import hopper_tuning, tuning
 from .device import ARCHITECTURES, Device
 from .layouts import layout_reasons
 from .spec import AttentionSpec
@@ -214,15 +214,15 @@ def _gluon_query(spec: AttentionSpec, device: Device, phase: str) -> str:
 
 def _gluon_workspace_bytes(spec: AttentionSpec, device: Device, *bounds: int) -> int:
     return max(
-        tuning.hopper_workspace_bytes(spec, device, *bounds),
-        tuning.hopper_prefill_workspace_bytes(spec, device, *bounds),
+        hopper_tuning.decode_workspace_bytes(spec, device, *bounds),
+        hopper_tuning.prefill_workspace_bytes(spec, device, *bounds),
     )
 
 
 def _gluon_schedule_ints(spec: AttentionSpec, device: Device, phase: str, max_batch: int, max_query_tokens: int) -> int:
     if phase == "decode":
-        return tuning.hopper_schedule_ints(spec, device, max_batch)
-    return tuning.hopper_prefill_schedule_ints(spec, device, max_batch, max_query_tokens)
+        return hopper_tuning.decode_schedule_ints(spec, device, max_batch)
+    return hopper_tuning.prefill_schedule_ints(spec, device, max_batch, max_query_tokens)
 
 
 BACKENDS = (
@@ -246,7 +246,7 @@ BACKENDS = (
             Rule(
                 needs="page_size 32 or 64 under exact prefill of heads of 256 by 16-bit queries (shared memory)",
                 holds=lambda spec, device, phase: (
-                    (head_dims(spec), spec.page_size) != ("256", 128) or tuning.hopper_prefill_fits(spec)
+                    (head_dims(spec), spec.page_size) != ("256", 128) or hopper_tuning.prefill_fits(spec)
                 ),
                 found=lambda spec, device, phase: str(spec.page_size),
                 nearest=lambda spec: {"page_size": 64},

@@ -292,14 +292,14 @@ def plan_calls(draw: st.DrawFn) -> dict[str, Any]:
 
 def run_decode_plan(case: dict[str, Any], device: str) -> None:
     """The schedule of Hopper's decode, made of any metadata, names sequences that there are, and units in order."""
-    from octavo import tuning
+    from octavo import hopper_tuning
     from octavo.kernels.gluon import plan as module
 
     facts = replace(Device.named("h200"), num_sms=6)  # few programs, so that they are soon interpreted
     module.device_of = lambda _: facts
     spec, fenced = case["spec"], Fenced(device)
     batch = len(case["seq_lens"])
-    schedule = fenced(torch.full((tuning.hopper_schedule_ints(spec, facts, batch),), -7, dtype=torch.int32))
+    schedule = fenced(torch.full((hopper_tuning.decode_schedule_ints(spec, facts, batch),), -7, dtype=torch.int32))
     table = torch.zeros(1, case["width"], dtype=torch.int32).expand(batch, -1)
     lens, starts = (fenced(torch.tensor(case[name], dtype=torch.int32)) for name in ("seq_lens", "query_starts"))
     module.plan(spec, lens, table, starts, schedule, case["num_decodes"], case["max_query_len"])

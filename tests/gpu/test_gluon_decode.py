@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.cache import PagedCache
 from octavo.calls import AttentionCall
 from octavo.device import Device
@@ -37,7 +37,7 @@ def call_of(batch: Batch, num_decodes: int | None = -1, max_query_len: int | Non
     """A call whose output and workspace are poisoned; num_decodes -1: all."""
     spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
     bounds = (sequences, rows, batch.page_table.shape[1] * spec.page_size)
-    size = tuning.hopper_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
+    size = hopper_tuning.decode_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device="cuda")
     out.view(torch.uint8).fill_(0xFF)
     lse = torch.full((rows, spec.num_q_heads), math.nan, device="cuda") if spec.lse else None
@@ -116,8 +116,8 @@ def test_any_number_of_programs(monkeypatch, programs):
     from octavo.kernels.gluon import decode, plan
 
     made = plan.schedule_of
-    monkeypatch.setattr(tuning, "hopper_schedule_ints", lambda *_: 1 << 16)
-    monkeypatch.setattr(tuning, "hopper_workspace_bytes", lambda *_: 1 << 24)
+    monkeypatch.setattr(hopper_tuning, "decode_schedule_ints", lambda *_: 1 << 16)
+    monkeypatch.setattr(hopper_tuning, "decode_workspace_bytes", lambda *_: 1 << 24)
     for module in (plan, decode):
         monkeypatch.setattr(module, "schedule_of", lambda *a: made(*a)._replace(programs=programs))
     batch = batch_of(spec_of(lse=True, sinks=True))
@@ -272,7 +272,7 @@ def test_layers_share_a_plan_and_a_graph_replays_any_lengths():
     from octavo.kernels.gluon.plan import plan
 
     batch = batch_of(spec_of(lse=True), [3000] * 5)
-    ints = tuning.hopper_schedule_ints(batch.spec, Device.detect(batch.q.device), 5)
+    ints = hopper_tuning.decode_schedule_ints(batch.spec, Device.detect(batch.q.device), 5)
     schedule = torch.full((ints,), -1, dtype=torch.int32, device="cuda")
     calls = [replace(call_of(batch), schedule=schedule) for _ in range(2)]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.attention import Attention
 from octavo.cache import PagedCache
 from octavo.calls import AttentionCall
@@ -41,7 +41,7 @@ def call_of(batch: Batch, num_decodes: int | None = 0) -> AttentionCall:
     """A call whose output and workspace are poisoned."""
     spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
     bounds = (sequences, rows, batch.page_table.shape[1] * spec.page_size)
-    size = tuning.hopper_prefill_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
+    size = hopper_tuning.prefill_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype], device="cuda")
     out.view(torch.uint8).fill_(0xFF)
     lse = torch.full((rows, spec.num_q_heads), math.nan, device="cuda") if spec.lse else None
@@ -351,7 +351,7 @@ def test_exact_prefill_and_decode_agree_within_bf16():
     rows = run(batch)[last].float()
     one = replace(batch, q=batch.q[last], query_starts=torch.arange(4, dtype=torch.int32, device="cuda"))
     bounds = (3, 3, one.page_table.shape[1] * spec.page_size)
-    size = tuning.hopper_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
+    size = hopper_tuning.decode_workspace_bytes(spec, Device.detect(batch.q.device), *bounds)
     out = torch.empty_like(batch.q[last])
     decode(one.call(out, None, torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda"), 3, 1))
     assert (rows - out.float()).norm() < 2.0**-8 * rows.norm()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.device import Device
 from octavo.layouts import leaf_column
 from octavo.spec import AttentionSpec
@@ -133,7 +133,7 @@ def test_p_is_stored_in_the_token_order_of_the_leaf_layout():
 def schedule_by_hand(spec, lens, rows, capacity, programs, max_rows):
     """Units of one head before each sequence, the sequence in which each program starts, its first unit, the parts of
     each item if they are as many, and the short sequences."""
-    tile = tuning.hopper_decode_tile(spec, max_rows)
+    tile = hopper_tuning.decode_tile(spec, max_rows)
     tokens, unit = tile.pages * spec.page_size, tile.piece if spec.batch_invariant else 1
     units, short = [], []
     for b, (length, n) in enumerate(zip(lens, rows, strict=True)):
@@ -178,7 +178,7 @@ def plan_by_kernel(monkeypatch, spec, lens, rows):
     monkeypatch.setattr(plan, "device_of", lambda _: device)
     table = torch.zeros(batch, 700, dtype=torch.int32)
     starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ints = tuning.hopper_schedule_ints(spec, device, batch)
+    ints = hopper_tuning.decode_schedule_ints(spec, device, batch)
     memory = torch.full((ints,), -1, dtype=torch.int32)
     plan.plan(spec, torch.tensor(lens, dtype=torch.int32), table, starts, memory, None, None)
     schedule = plan.schedule_of(spec, device, batch, None, memory)
@@ -225,10 +225,10 @@ def test_programs_take_whole_items_where_they_come_out_even(interpreter, monkeyp
 
 def test_four_programs_share_an_sm_only_where_a_window_is_short():
     spec = AttentionSpec(64, 8, 64, window=128)
-    assert [tuning.hopper_decode_tile(spec, rows).programs_per_sm for rows in (1, 2)] == [4, 2]
+    assert [hopper_tuning.decode_tile(spec, rows).programs_per_sm for rows in (1, 2)] == [4, 2]
     for fields in ({"window": None}, {"window": 194}, {"head_dim": 128}, {"num_kv_heads": 4}):
-        assert tuning.hopper_decode_tile(replace(spec, **fields), 1).programs_per_sm == 2
-    tile = tuning.hopper_decode_tile(spec, 1)
+        assert hopper_tuning.decode_tile(replace(spec, **fields), 1).programs_per_sm == 2
+    tile = hopper_tuning.decode_tile(spec, 1)
     assert tile.pages * spec.page_size * 2 >= 128 + spec.page_size and tile.max_registers == 64
 
 
@@ -236,13 +236,13 @@ def test_four_programs_share_an_sm_only_where_a_window_is_short():
 def test_the_workspace_grows_with_every_bound(fields):
     spec, device = AttentionSpec(32, 8, 128, **fields), Device.named("h200")
     small = (8, 64, 4096)
-    least = tuning.hopper_workspace_bytes(spec, device, *small)
+    least = hopper_tuning.decode_workspace_bytes(spec, device, *small)
     for i, larger in enumerate((64, 512, 131072)):
         bounds = (*small[:i], larger, *small[i + 1 :])
-        assert tuning.hopper_workspace_bytes(spec, device, *bounds) >= least
-    tile = tuning.hopper_decode_tile(spec, 1)
-    parts = tuning.hopper_decode_partials(spec, device, 1, 8, 4096) * tile.columns * (spec.value_dim + 1) * 4
-    assert least >= tuning.hopper_schedule_ints(spec, device, 8) * 4 + parts
+        assert hopper_tuning.decode_workspace_bytes(spec, device, *bounds) >= least
+    tile = hopper_tuning.decode_tile(spec, 1)
+    parts = hopper_tuning.decode_partials(spec, device, 1, 8, 4096) * tile.columns * (spec.value_dim + 1) * 4
+    assert least >= hopper_tuning.decode_schedule_ints(spec, device, 8) * 4 + parts
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import octavo
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.spec import AttentionSpec
@@ -77,7 +77,7 @@ def planned(spec: AttentionSpec, lens: list[int], rows: list[int], device: Devic
 
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    memory = torch.full((tuning.hopper_schedule_ints(spec, device, len(lens)),), -1, dtype=torch.int32)
+    memory = torch.full((hopper_tuning.decode_schedule_ints(spec, device, len(lens)),), -1, dtype=torch.int32)
     schedule = plan.schedule_of(spec, device, len(lens), None, memory)
     # of a tensor that is not on a CPU, whose launch is the interpreter's
     (grid,), arguments = plan.launch(spec, seq_lens.to("meta"), starts, schedule, 700 * spec.page_size, None)
@@ -110,7 +110,9 @@ def attend(batch: Batch, sms: int) -> torch.Tensor:
 
     spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
     device = replace(H200, num_sms=sms)
-    size = tuning.hopper_workspace_bytes(spec, device, sequences, rows, batch.page_table.shape[1] * spec.page_size)
+    size = hopper_tuning.decode_workspace_bytes(
+        spec, device, sequences, rows, batch.page_table.shape[1] * spec.page_size
+    )
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype])
     out.view(torch.uint8).fill_(0xFF)
     batch.lse = torch.full((rows, spec.num_q_heads), math.nan) if spec.lse else None

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.device import Device
 from octavo.kernels.gluon._rows import Rows, block_tiles, share
 
@@ -170,7 +170,7 @@ def test_programs_share_the_tiles_of_sequences(interpreter, batch, n, matrix):
         for _ in range(batch)
     ]
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    tile = tuning.hopper_logits_tile(64, 128, n, batch * limit, Device.named("h200"))
+    tile = hopper_tuning.logits_tile(64, 128, n, batch * limit, Device.named("h200"))
     groups = -(-n // tile.block_rows)
     c = constants(tile, (64, 128, n, 64), batch * groups, (matrix, False, False, False))
     rows = Rows(seq_lens if matrix else seq_lens[:, 0], None, seq_lens.stride(0), 1, limit, batch * groups, batch * n)
@@ -187,7 +187,7 @@ def test_programs_share_the_tiles_of_a_run_of_keys(interpreter, count):
     draw, keys = random.Random(count), 3000
     starts = [draw.randint(-9, keys) for _ in range(count)]
     ends = [start + draw.choice([-3, 0, 1, 64, 900, 9000]) for start in starts]
-    tile = tuning.hopper_logits_tile(64, 128, count, None, Device.named("h200"))
+    tile = hopper_tuning.logits_tile(64, 128, count, None, Device.named("h200"))
     blocks = -(-count // tile.block_rows)
     c = constants(tile, (64, 128, 0, 0), blocks, (False, False, False, False))
     first, last = (torch.tensor(x, dtype=torch.int32) for x in (starts, ends))
@@ -201,7 +201,7 @@ def test_shares_of_a_causal_prompt_have_as_many_blocks(interpreter):
     from octavo.kernels.gluon.mqa_logits import constants
 
     count, programs = 2048, 20
-    tile = tuning.hopper_logits_tile(64, 128, count, None, Device.named("h200"))
+    tile = hopper_tuning.logits_tile(64, 128, count, None, Device.named("h200"))
     blocks = count // tile.block_rows
     c = constants(tile, (64, 128, 0, 0), blocks, (False, False, False, False))
     starts, ends = torch.zeros(count, dtype=torch.int32), torch.arange(1, count + 1, dtype=torch.int32)
@@ -217,7 +217,7 @@ def test_shares_of_a_causal_prompt_have_as_many_blocks(interpreter):
 def test_tiles_hold_every_row_and_fit_an_sm(heads, dim, rows):
     device = Device.named("h200")
     for most_tokens in (4096, 1 << 22, None):
-        tile = tuning.hopper_logits_tile(heads, dim, rows, most_tokens, device)
+        tile = hopper_tuning.logits_tile(heads, dim, rows, most_tokens, device)
         assert tile.columns * tile.passes >= tile.block_rows * heads and tile.columns % heads == 0
         assert tile.block_rows <= 4 and tile.columns // heads in (1, 2, 4) and tile.stages >= 2
         blocks = -(-rows // tile.block_rows)

@@ -10,7 +10,7 @@ from itertools import takewhile
 import pytest
 import torch
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.backends import BY_NAME
 from octavo.device import Device
 from octavo.spec import AttentionSpec
@@ -180,8 +180,8 @@ def test_loops_are_as_short_as_they_were(compiled):
 
 def tiles_by_hand(spec, lens, rows, capacity, num_decodes, programs):
     """Entries of the list: every tile once, by where it ends; what the last, partial wave holds is cut in pieces."""
-    tile = tuning.hopper_prefill_tile(spec)
-    size, heads = tuning.HOPPER_PACKED_ROWS // tile.pack, spec.num_q_heads // tile.pack
+    tile = hopper_tuning.prefill_tile(spec)
+    size, heads = hopper_tuning.PACKED_ROWS // tile.pack, spec.num_q_heads // tile.pack
     tiles, start = [], 0
     for b, (length, n) in enumerate(zip(lens, rows, strict=True)):
         length = min(max(length, 0), capacity)
@@ -227,7 +227,7 @@ def test_the_list_holds_every_tile_once_heaviest_first(interpreter, monkeypatch,
     rows = [draw.choice([0, 1, 3, 40, 64, 65, 700]) for _ in range(batch)]
     num_decodes = None if decodes == "found" else batch // 3
     starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ints = tuning.hopper_prefill_schedule_ints(spec, H200, batch, max(sum(rows), 1))
+    ints = hopper_tuning.prefill_schedule_ints(spec, H200, batch, max(sum(rows), 1))
     memory = torch.full((ints,), -1, dtype=torch.int32)
     table = torch.zeros(batch, 600, dtype=torch.int32)
     plan.prefill_plan(spec, torch.tensor(lens, dtype=torch.int32), table, starts, memory, num_decodes, None)
@@ -252,7 +252,7 @@ def test_rows_that_descend_list_nothing_and_write_nothing_beyond(interpreter, mo
 
     spec, batch, room = AttentionSpec(32, 8, 128), len(starts) - 1, 10_000
     monkeypatch.setattr(plan, "device_of", lambda _: H200)
-    ints = tuning.hopper_prefill_schedule_ints(spec, H200, batch, 1024)
+    ints = hopper_tuning.prefill_schedule_ints(spec, H200, batch, 1024)
     memory = torch.full((room + ints + room,), -7, dtype=torch.int32)
     lens = torch.full((batch,), 200, dtype=torch.int32)
     table = torch.zeros(batch, 8, dtype=torch.int32)
@@ -266,12 +266,12 @@ def test_rows_that_descend_list_nothing_and_write_nothing_beyond(interpreter, mo
 def test_the_workspace_grows_with_every_bound(fields):
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **fields})
     small = (8, 64, 4096)
-    least = tuning.hopper_prefill_workspace_bytes(spec, H200, *small)
+    least = hopper_tuning.prefill_workspace_bytes(spec, H200, *small)
     for i, larger in enumerate((64, 8192, 131072)):
         bounds = (*small[:i], larger, *small[i + 1 :])
-        assert tuning.hopper_prefill_workspace_bytes(spec, H200, *bounds) >= least
-    pieces = tuning.hopper_prefill_pieces(H200) * tuning.HOPPER_PACKED_ROWS * (spec.value_dim + 1) * 4
-    assert least >= pieces + 4 * tuning.hopper_prefill_schedule_ints(spec, H200, 8, 64)
+        assert hopper_tuning.prefill_workspace_bytes(spec, H200, *bounds) >= least
+    pieces = hopper_tuning.prefill_pieces(H200) * hopper_tuning.PACKED_ROWS * (spec.value_dim + 1) * 4
+    assert least >= pieces + 4 * hopper_tuning.prefill_schedule_ints(spec, H200, 8, 64)
 
 
 if __name__ == "__main__":

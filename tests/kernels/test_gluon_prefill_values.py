@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo import tuning
+from octavo import hopper_tuning
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.spec import AttentionSpec
@@ -71,12 +71,12 @@ def attend(batch: Batch, programs: int) -> torch.Tensor:
 
     spec, rows, sequences = batch.spec, batch.q.shape[0], batch.seq_lens.shape[0]
     device, context = replace(H200, num_sms=programs), batch.page_table.shape[1] * spec.page_size
-    size = tuning.hopper_prefill_workspace_bytes(spec, device, sequences, rows, context)
+    size = hopper_tuning.prefill_workspace_bytes(spec, device, sequences, rows, context)
     out = torch.empty(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype])
     out.view(torch.uint8).fill_(0xFF)
     batch.lse = torch.full((rows, spec.num_q_heads), math.nan) if spec.lse else None
     call = batch.call(out, batch.lse, torch.full((size,), 0xFF, dtype=torch.uint8), None, None)
-    memory = torch.full((tuning.hopper_prefill_schedule_ints(spec, device, sequences, rows),), -1, dtype=torch.int32)
+    memory = torch.full((hopper_tuning.prefill_schedule_ints(spec, device, sequences, rows),), -1, dtype=torch.int32)
     schedule = prefill_plan.schedule_of(spec, device, memory)
     lens, lengths = batch.query_starts.diff().tolist(), batch.seq_lens.tolist()
     entries = tiles_by_hand(spec, lengths, lens, context, None, programs)

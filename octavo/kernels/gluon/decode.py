@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ... import tuning
+from ... import hopper_tuning
 from ...calls import AttentionCall, CacheBytes
 from ...device import Device, device_of
 from ...formats import TORCH_DTYPES
@@ -353,7 +353,7 @@ def decode(call: AttentionCall) -> None:
     device = device_of(call.q.device)
     schedule = call.schedule
     if schedule is None:
-        ints = tuning.hopper_schedule_ints(call.spec, device, batch)
+        ints = hopper_tuning.decode_schedule_ints(call.spec, device, batch)
         schedule = call.workspace[: call.workspace.numel() // 4 * 4].view(torch.int32)[-ints:]
         step = call.seq_lens, call.page_table, call.query_starts
         plan(call.spec, *step, schedule, call.num_decodes, call.max_query_len)
@@ -372,7 +372,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
     lse, q_row, q_head = call.lse, call.q.stride(0), call.q.stride(1)
     k_desc, v_desc = descriptors(spec, cache, c)
     schedule = schedule_of(spec, device, batch, call.max_query_len, memory)
-    tile = tuning.hopper_decode_tile(spec, c.max_rows)
+    tile = hopper_tuning.decode_tile(spec, c.max_rows)
     options = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
     return {
         "k_desc": k_desc,

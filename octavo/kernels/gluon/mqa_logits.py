@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ... import tuning
+from ... import hopper_tuning
 from ...device import Device, device_of
 from ...indexer_calls import SCALE_BYTES, IndexBytes, LogitsCall, PagedLogitsCall
 from . import _pipeline as pipe
@@ -317,7 +317,7 @@ def launch_paged(call: PagedLogitsCall, device: Device) -> dict[str, Any]:
     batch, n, heads, dim = call.q.shape
     cache, lens, table = call.cache, call.seq_lens, call.page_table
     limit = min(call.max_context, table.shape[1] * cache.page_size)
-    tile = tuning.hopper_logits_tile(heads, dim, n, batch * limit, device)
+    tile = hopper_tuning.logits_tile(heads, dim, n, batch * limit, device)
     blocks = batch * -(-n // tile.block_rows)
     length_a_row, exponents = lens.dim() == 2, cache.scale_format == "ue8m0"
     shape = heads, dim, n, cache.page_size
@@ -332,7 +332,7 @@ def launch(call: LogitsCall, device: Device) -> dict[str, Any]:
     """As `launch_paged`, for rows over one run of keys."""
     count, heads, dim = call.q.shape
     keys = call.k.shape[0]
-    tile = tuning.hopper_logits_tile(heads, dim, count, None, device)
+    tile = hopper_tuning.logits_tile(heads, dim, count, None, device)
     blocks = -(-count // tile.block_rows)
     c = constants(tile, (heads, dim, 0, 0), blocks, (False, False, call.compressed, call.fill is not None))
     k, k_scale = _aligned(call.k), _aligned(call.k_scale).view(torch.int32)
@@ -356,7 +356,7 @@ def _table(table: Table) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def constants(
-    tile: tuning.HopperLogitsTile,
+    tile: hopper_tuning.LogitsTile,
     shape: tuple[int, int, int, int],
     blocks: int,
     features: tuple[bool, bool, bool, bool],

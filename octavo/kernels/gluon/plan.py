@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from ... import tuning
+from ... import hopper_tuning, tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from ..constants import CompileTime
@@ -114,8 +114,8 @@ class Schedule(NamedTuple):
 @lru_cache(maxsize=1024)
 def constants(spec: AttentionSpec, max_query_len: int | None, all_decode: bool) -> Constants:
     """Constants of decode for sequences of at most min(spec.max_query_len, max_query_len) rows."""
-    rows = tuning.hopper_decode_rows(spec, max_query_len)
-    tile = tuning.hopper_decode_tile(spec, rows)
+    rows = hopper_tuning.decode_rows(spec, max_query_len)
+    tile = hopper_tuning.decode_tile(spec, rows)
     return Constants(
         group=spec.group_size,
         max_rows=rows,
@@ -328,8 +328,8 @@ def plan_kernel(
 def schedule_of(
     spec: AttentionSpec, device: Device, batch: int, max_query_len: int | None, memory: torch.Tensor
 ) -> Schedule:
-    """The schedule of `batch` sequences in `memory`, int32 of at least tuning.hopper_schedule_ints."""
-    tile = tuning.hopper_decode_tile(spec, tuning.hopper_decode_rows(spec, max_query_len))
+    """The schedule of `batch` sequences in `memory`, int32 of at least hopper_tuning.decode_schedule_ints."""
+    tile = hopper_tuning.decode_tile(spec, hopper_tuning.decode_rows(spec, max_query_len))
     return Schedule(memory, batch, spec.num_kv_heads * tile.blocks, device.num_sms * tile.programs_per_sm)
 
 
@@ -342,7 +342,7 @@ def plan(
     num_decodes: int | None,
     max_query_len: int | None,
 ) -> None:
-    """Write the schedule of a step into `memory`: int32, at least tuning.hopper_schedule_ints of them.
+    """Write the schedule of a step into `memory`: int32, at least hopper_tuning.decode_schedule_ints of them.
 
     The other arguments are what Attention.plan got. Reads nothing on the host; one launch.
     """

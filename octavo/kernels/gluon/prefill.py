@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ... import tuning
+from ... import hopper_tuning
 from ...calls import AttentionCall
 from ...device import Device, device_of
 from ...spec import AttentionSpec
@@ -202,7 +202,7 @@ def prefill(call: AttentionCall) -> None:
 def own_schedule(call: AttentionCall, device: Device) -> torch.Tensor:
     """The schedule of `call`, made in the end of its workspace."""
     batch, rows = call.seq_lens.shape[0], call.q.shape[0]
-    ints = tuning.hopper_prefill_schedule_ints(call.spec, device, batch, rows)
+    ints = hopper_tuning.prefill_schedule_ints(call.spec, device, batch, rows)
     schedule = call.workspace[: call.workspace.numel() // 4 * 4].view(torch.int32)[-ints:]
     prefill_plan(
         call.spec, call.seq_lens, call.page_table, call.query_starts, schedule, call.num_decodes, call.max_query_len
@@ -239,7 +239,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
             _per_head(cache.v_scale),
             call.sinks,
         ),
-        "memory": Parts(floats, floats[tuning.hopper_prefill_parts(spec, device) :]),
+        "memory": Parts(floats, floats[hopper_tuning.prefill_parts(spec, device) :]),
         "c": c,
         "num_warps": 4,
         "maxnreg": MAX_REGISTERS,

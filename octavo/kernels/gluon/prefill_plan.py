@@ -20,12 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import tuning
+from ... import hopper_tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from ..constants import CompileTime
 
-HEADER, ENTRY = tuning.HOPPER_HEADER_INTS, tuning.HOPPER_ENTRY_INTS
+HEADER, ENTRY = hopper_tuning.HEADER_INTS, hopper_tuning.ENTRY_INTS
 _TILES = 64  # that one program of the plan ranks
 _SEQUENCES = 64  # looked at together
 _MOST_PIECES = tl.constexpr(16)  # of an item
@@ -269,7 +269,7 @@ def plan_kernel(
 @lru_cache(maxsize=1024)
 def constants(spec: AttentionSpec) -> Constants:
     """Constants of prefill."""
-    tile = tuning.hopper_prefill_tile(spec)
+    tile = hopper_tuning.prefill_tile(spec)
     exact, fp8_query = spec.precision == "exact", spec.query_dtype == "fp8_e4m3"
     return Constants(
         group=spec.group_size,
@@ -293,10 +293,10 @@ def constants(spec: AttentionSpec) -> Constants:
 
 
 def schedule_of(spec: AttentionSpec, device: Device, memory: torch.Tensor) -> Schedule:
-    """The schedule in `memory`, int32 of at least tuning.hopper_prefill_schedule_ints."""
-    lost = HEADER + tuning.hopper_prefill_counters(spec, device)
+    """The schedule in `memory`, int32 of at least hopper_tuning.prefill_schedule_ints."""
+    lost = HEADER + hopper_tuning.prefill_counters(spec, device)
     heads = constants(spec).heads
-    entries = lost + tuning.hopper_prefill_lost(spec, (memory.numel() - lost) // (ENTRY + heads))
+    entries = lost + hopper_tuning.prefill_lost(spec, (memory.numel() - lost) // (ENTRY + heads))
     return Schedule(memory, memory[HEADER:], memory[lost:], memory[entries:])
 
 
@@ -309,7 +309,7 @@ def prefill_plan(
     num_decodes: int | None,
     max_query_len: int | None,
 ) -> None:
-    """Write the schedule of a step into `memory`: int32, at least tuning.hopper_prefill_schedule_ints of them.
+    """Write the schedule of a step into `memory`: int32, at least hopper_tuning.prefill_schedule_ints of them.
 
     The other arguments are what Attention.plan got. Reads nothing on the host; one launch.
     """
@@ -331,7 +331,7 @@ def launch(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the arguments of the launch for a step of at most `capacity` tokens a sequence."""
     batch, c, schedule = step.seq_lens.shape[0], constants(spec), schedule_of(spec, device, memory)
-    numbers = schedule.entries.shape[0] // ENTRY - tuning.hopper_prefill_pieces(device)  # of tiles, see plan_kernel
+    numbers = schedule.entries.shape[0] // ENTRY - hopper_tuning.prefill_pieces(device)  # of tiles, see plan_kernel
     return (triton.cdiv(numbers, _TILES),), {
         "batch": step,
         "schedule": schedule,
