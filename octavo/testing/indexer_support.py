@@ -69,6 +69,12 @@ class Inputs:
         made.append(self.keys.to(device), self.slots.to(device), backend=backend)
         return made
 
+    def run_of_keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For `mqa_logits`: the keys in e4m3, their scales, where each row of queries starts and ends among them."""
+        keys = self.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn)
+        rows = torch.arange(self.weights.shape[0], dtype=torch.int32)
+        return keys, torch.linspace(0.5, 2.0, len(keys)), rows * 3, (rows * 43).clamp_max(len(keys))
+
 
 def cells(quick: bool) -> list[tuple[str, str, Callable[[str | None, torch.device], list[str]]]]:
     """(operation, spec in words, faults(backend or None, device)) of every cell."""
@@ -124,11 +130,7 @@ def _compare(operation: str, spec: IndexerSpec, backend: str, device: torch.devi
             for on, name in ((device, backend), (cpu, "reference"))
         ]
     else:
-        keys = given.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn)
-        scales = torch.linspace(0.5, 2.0, len(keys))
-        rows = given.weights.shape[0]
-        starts = torch.arange(rows, dtype=torch.int32) * 3
-        ends = (starts + torch.arange(rows, dtype=torch.int32) * 40).clamp_max(len(keys))
+        keys, scales, starts, ends = given.run_of_keys()
         tensors = (given.queries.flatten(0, 1), keys, scales, given.weights, starts, ends)
         both = [
             mqa_logits(*(t.to(on) for t in tensors), fill=float("-inf"), backend=name).cpu()

@@ -7,6 +7,7 @@ racecheck does not follow the barriers that Triton's own dispatch of warps and a
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ ACCESS = re.compile(r"(?:Read|Write) access at \S+ in (\S+):(\d+)")
 def kinds() -> tuple[frozenset[Line], ...]:
     """The lines of each kind: of the dispatch of each kernel, and of the record that prefill's producer hands on."""
     file, names = RECORD
-    record = [f for f in ast.walk(_tree(file)) if isinstance(f, ast.FunctionDef) and f.name in names]
+    record = [f for f in _functions(file) if f.name in names]
     lines = frozenset((file, n) for f in record for n in range(f.lineno, (f.end_lineno or f.lineno) + 1))
     return (*(frozenset((name, n) for n in dispatch_lines(name)) for name in SPECIALISED), lines)
 
@@ -34,24 +35,23 @@ def kinds() -> tuple[frozenset[Line], ...]:
 def dispatch_lines(file: str) -> set[int]:
     """Where Triton's dispatch says it is from: a kernel's name, its call of warp_specialize, and what follows that."""
     found = set()
-    for kernel in (f for f in ast.walk(_tree(file)) if isinstance(f, ast.FunctionDef)):
-        for number, statement in enumerate(kernel.body):
-            if isinstance(statement, ast.Expr) and "warp_specialize" in ast.unparse(statement.value)[:40]:
-                following = kernel.body[number + 1 : number + 2]
-                found |= {kernel.lineno, statement.lineno, *(s.lineno for s in following)}
+    for kernel in _functions(file):
+        for statement, following in itertools.zip_longest(kernel.body, kernel.body[1:]):
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "gl.warp_specialize":
+                found |= {kernel.lineno, statement.lineno} | ({following.lineno} if following else set())
     return found
 
 
-def _tree(file: str) -> ast.Module:
-    return ast.parse((KERNELS / file).read_text())
+def _functions(file: str) -> list[ast.FunctionDef]:
+    tree = ast.parse((KERNELS / file).read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def unknown(text: str) -> tuple[int, list[str]]:
-    """(how many reports a log of racecheck has, those that are of no known kind)."""
-    reports = text.split(REPORT)[1:]
-    return len(reports), [REPORT + report for report in reports if not _known(report)]
-
-
-def _known(report: str) -> bool:
-    lines = {(Path(file).name, int(line)) for file, line in ACCESS.findall(report)}
-    return bool(lines) and any(lines <= kind for kind in kinds())
+def known(text: str) -> int:
+    """How many reports of a log of racecheck are of a known kind."""
+    found = 0
+    for report in text.split(REPORT)[1:]:
+        lines = {(Path(file).name, int(line)) for file, line in ACCESS.findall(report)}
+        found += bool(lines) and any(lines <= kind for kind in kinds())
+    return found

@@ -165,17 +165,14 @@ def indexer_faults(spec: Any, device: torch.device) -> Iterator[str]:
     if not same_bytes(there.pages, here.pages):
         yield "index_append: other bytes than the reference's"
     width = given.page_table.shape[1] * spec.page_size
-    keys, rows = given.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn), given.weights.shape[0]
-    starts = torch.arange(rows, dtype=torch.int32) * 3
-    ends = (starts + torch.arange(rows, dtype=torch.int32) * 40).clamp_max(len(keys))
-    scales = torch.linspace(0.5, 2.0, len(keys))
+    run_of_keys = given.run_of_keys()
     for backend in ("triton", "gluon"):
         results = []
         for on, cache, name in ((device, there, backend), (CPU, here, "reference")):
             q, weights, lens, table = (
                 t.to(on) for t in (given.queries, given.weights, given.seq_lens, given.page_table)
             )
-            run, scale, first, end = (t.to(on) for t in (keys, scales, starts, ends))
+            run, scale, first, end = (t.to(on) for t in run_of_keys)
             try:
                 one = paged_mqa_logits(q, cache, weights, lens, table, width, fill=NOTHING, backend=name)
                 other = mqa_logits(q.flatten(0, 1), run, scale, weights, first, end, fill=NOTHING, backend=name)
@@ -198,6 +195,13 @@ def topk_faults(rows: int, width: int, k: int, device: torch.device) -> list[str
     return [] if torch.equal(got, topk_indices(logits, lens, k, backend="reference")) else ["other indices"]
 
 
+def specs_of(group: str) -> list[AttentionSpec]:
+    """The specs that are launched on a backend of attention: those that it takes on Hopper."""
+    hopper = Device.named("h200")
+    specs = (*fuzz.GPU_SPECS, *(MORE_OF_HOPPER if group == "gluon" else ()))
+    return [spec for spec in specs if not BY_NAME[group].reasons(spec, hopper, "decode")]
+
+
 def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[], list[str]]]]:
     """Every launch of a group, as a label and what makes it."""
     if group == "indexer":
@@ -208,10 +212,7 @@ def launches(group: str, device: torch.device) -> Iterator[tuple[str, Callable[[
         for rows, width, k in TOPK:
             yield f"topk of {rows} x {width}", lambda shape=(rows, width, k): topk_faults(*shape, device)
         return
-    hopper = Device.named("h200")
-    for spec in (*fuzz.GPU_SPECS, *(MORE_OF_HOPPER if group == "gluon" else ())):
-        if BY_NAME[group].reasons(spec, hopper, "decode"):
-            continue
+    for spec in specs_of(group):
         if group == "triton":
             yield f"append {spec}", lambda spec=spec: append_faults(spec, device)
         for example in steps(spec):
@@ -267,8 +268,7 @@ def finding(text: str, tool: str, group: str, took: float | None) -> tuple[bool,
 
     Reports of racecheck that are of a known kind (`race_reports`) are counted apart.
     """
-    made, new = race_reports.unknown(text)
-    known = made - len(new)
+    known = race_reports.known(text)
     counted = [sum(int(number or 0) for number in numbers) - known for numbers in FOUND.findall(text)]
     ran = re.search(rf"^{group}: .* wrong$", text, re.M)
     clean = took is not None and not any(counted) and ran is not None and ", 0 wrong" in ran.group(0)

@@ -23,12 +23,10 @@ from typing import Any
 import torch
 
 from ..attention import Attention
-from ..backends import BY_NAME
-from ..device import Device
 from ..formats import TORCH_DTYPES
-from ..indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
+from ..indexer import mqa_logits, paged_mqa_logits, topk_indices
 from ..spec import AttentionSpec
-from . import fuzz, indexer_support, sanitize
+from . import indexer_support, sanitize
 from .inputs import Batch
 
 AT_ONCE = 500
@@ -62,17 +60,12 @@ def indexer_steps(device: torch.device) -> Iterator[Step]:
     nothing = float("-inf")
     for spec in indexer_support.SPECS:
         given = indexer_support.Inputs.of(spec)
-        here = given.cache(spec, torch.device("cpu"), "reference")
-        cache = IndexerCache.view(torch.zeros_like(here.pages).to(device), spec.scale_format)
-        cache.append(given.keys.to(device), given.slots.to(device))
+        cache = given.cache(spec, device, None)
         q, weights, lens, table = (
             t.to(device) for t in (given.queries, given.weights, given.seq_lens, given.page_table)
         )
         width = given.page_table.shape[1] * spec.page_size
-        keys = given.keys.float().clamp(-8, 8).to(torch.float8_e4m3fn).to(device)
-        starts = torch.arange(weights.shape[0], dtype=torch.int32, device=device) * 3
-        ends = (starts * 14).clamp_max(len(keys))
-        scales = torch.linspace(0.5, 2.0, len(keys), device=device)
+        keys, scales, starts, ends = (t.to(device) for t in given.run_of_keys())
         paged = partial(paged_mqa_logits, q, cache, weights, lens, table, width, fill=nothing, backend="gluon")
         ragged = partial(
             mqa_logits, q.flatten(0, 1), keys, scales, weights, starts, ends, fill=nothing, backend="gluon"
@@ -85,11 +78,8 @@ def indexer_steps(device: torch.device) -> Iterator[Step]:
 
 def steps(device: torch.device) -> list[Step]:
     """All steps that Hopper's kernels have a say in."""
-    hopper = Device.named("h200")
-    specs = [
-        s for s in (*fuzz.GPU_SPECS, *sanitize.MORE_OF_HOPPER) if not BY_NAME["gluon"].reasons(s, hopper, "decode")
-    ]
-    return [step for spec in specs for step in attention_steps(spec, device)] + list(indexer_steps(device))
+    attention = [step for spec in sanitize.specs_of("gluon") for step in attention_steps(spec, device)]
+    return attention + list(indexer_steps(device))
 
 
 def repeat(run: Callable[[], tuple[torch.Tensor, ...]], seconds: float) -> tuple[int, int]:
