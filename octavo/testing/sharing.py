@@ -135,14 +135,14 @@ def shared(processes: int, seconds: float, only: str = "", loads: int = 2) -> tu
     running: list[Any] = [subprocess.Popen([*each, str(7 * i)], **pipes) for i in range(processes)]
     busy: list[Any] = [subprocess.Popen([*command, "--role", "load"], **pipes) for _ in range(loads)]
     try:
-        for process in (*running, *busy):
-            process.stdout.readline()  # it is ready, or has ended
+        ready = [bool(process.stdout.readline()) for process in (*busy, *running)]  # or it has ended
         for process in running:
             with contextlib.suppress(BrokenPipeError):  # how it ended is seen below
                 process.stdin.write("\n")
                 process.stdin.flush()
         written = [process.communicate()[0] for process in running]
-        wrong = ["a load has ended" for process in busy if process.poll() is not None]
+        lasting = [began and one.poll() is None for began, one in zip(ready, busy, strict=False)]
+        wrong = ["a load has ended"] * lasting.count(False)
     finally:
         for process in (*running, *busy):
             process.kill()
