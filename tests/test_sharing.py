@@ -14,13 +14,14 @@ def test_runs_with_other_bits_are_counted():
     negative = torch.tensor([-0.0, float("nan"), 1.0])
     other = usual.view(torch.int32).bitwise_or(torch.tensor([0, 1, 0], dtype=torch.int32)).view(torch.float32)
 
-    def step(*unusual):
-        runs = iter([usual, *unusual])
-        return lambda: (usual, next(runs, usual))
+    def found(*unusual):
+        runs = torch.stack([*unusual, *[usual] * (sharing.AT_ONCE - len(unusual))])
+        rounds = iter([usual.expand_as(runs), runs])
+        return sharing.repeat(lambda: (usual.expand_as(runs).contiguous(), next(rounds).contiguous()), 0.0)
 
-    assert sharing.repeat(step(), 0.0) == (sharing.AT_ONCE, 0)
-    assert sharing.repeat(step(usual, negative), 0.0) == (sharing.AT_ONCE, 1)
-    assert sharing.repeat(step(other, usual, other), 0.0) == (sharing.AT_ONCE, 2)
+    assert found() == (sharing.AT_ONCE, 0)
+    assert found(usual, negative) == (sharing.AT_ONCE, 1)
+    assert found(other, usual, other) == (sharing.AT_ONCE, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which no process can begin")

@@ -3,9 +3,9 @@
     python -m octavo.testing.sharing --processes 4 --seconds 60
 
 The driver gives each process the GPU in turn and stops kernels in the middle of it. That changes nothing as long as
-they keep the rules of PTX; nor does it matter how slow the others make one. Results are compared bit for bit, where
-they are, 500 runs before the host waits: a process that has nothing more to run hands the GPU on by itself, and none of
-its kernels is stopped. Values are other tests' business.
+they keep the rules of PTX; nor does it matter how slow the others make one. Results are compared bit for bit, after
+40 runs back to back, as layers follow each other: with other kernels between them, prefill's fault of 2026-11-30
+(docs/trust.md) is not met. Values are other tests' business.
 """
 
 from __future__ import annotations
@@ -23,23 +23,34 @@ from typing import Any
 import torch
 
 from ..attention import Attention
+from ..device import Device
 from ..formats import TORCH_DTYPES
 from ..indexer import mqa_logits, paged_mqa_logits, topk_indices
+from ..indexer_backends import INDEXER_BY_NAME
 from ..spec import AttentionSpec
 from . import indexer_support, sanitize
 from .inputs import Batch
 
-AT_ONCE = 500
-Step = tuple[str, Callable[[], tuple[torch.Tensor, ...]]]  # a label, and what runs it
+AT_ONCE = 40
+Runs = Callable[[], tuple[torch.Tensor, ...]]  # runs a step AT_ONCE times; its results, [AT_ONCE, ...] each
+Step = tuple[str, Runs]  # with a label
 
 
-def attend(attention: Attention, batch: Batch, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Run a step into `out` and `lse`, which are 0 before: rows of no sequence may stay as they were."""
-    results = (out,) if lse is None else (out, lse)
+def attend(
+    attention: Attention, batch: Batch, outs: torch.Tensor, lses: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Runs into each of `outs` and `lses`, which are 0 before: rows of no sequence may stay as they were."""
+    results = (outs,) if lses is None else (outs, lses)
     for result in results:
         result.zero_()
-    attention.run(batch.q, batch.cache, out=out, lse=lse, **batch.arguments)
+    for i in range(AT_ONCE):
+        attention.run(batch.q, batch.cache, out=outs[i], lse=None if lses is None else lses[i], **batch.arguments)
     return results
+
+
+def returned(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor]:
+    """Runs of what returns its one result."""
+    return (torch.stack([run() for _ in range(AT_ONCE)]),)
 
 
 def attention_steps(spec: AttentionSpec, device: torch.device) -> Iterator[Step]:
@@ -49,14 +60,14 @@ def attention_steps(spec: AttentionSpec, device: torch.device) -> Iterator[Step]
         backend = sanitize.named(spec, "gluon")
         attention = Attention(spec, max_batch=8, max_query_tokens=256, max_context=1024, device=device, backend=backend)
         attention.plan(batch.seq_lens, batch.page_table, batch.query_starts, **example.plan)
-        shape = (batch.q.shape[0], spec.num_q_heads, spec.value_dim)
-        out = torch.empty(shape, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
-        lse = torch.empty(shape[:2], device=device) if spec.lse else None
-        yield f"step {number} of {spec}", partial(attend, attention, batch, out, lse)
+        shape = (AT_ONCE, batch.q.shape[0], spec.num_q_heads, spec.value_dim)
+        outs = torch.empty(shape, dtype=TORCH_DTYPES[spec.out_dtype], device=device)
+        lses = torch.empty(shape[:3], device=device) if spec.lse else None
+        yield f"step {number} of {spec}", partial(attend, attention, batch, outs, lses)
 
 
 def indexer_steps(device: torch.device) -> Iterator[Step]:
-    """Logits of every spec of the indexer's on Hopper's kernels, paged and over a run of keys, and their top-k."""
+    """Logits of every spec of the indexer's on Hopper's kernels, paged and over a run of keys, and a top-k of it."""
     nothing = float("-inf")
     for spec in indexer_support.SPECS:
         given = indexer_support.Inputs.of(spec)
@@ -70,10 +81,11 @@ def indexer_steps(device: torch.device) -> Iterator[Step]:
         ragged = partial(
             mqa_logits, q.flatten(0, 1), keys, scales, weights, starts, ends, fill=nothing, backend="gluon"
         )
-        for name, run in (
-            ("paged logits", paged), ("logits", ragged), ("top-k", partial(topk_indices, ragged(), ends, spec.top_k))
-        ):  # fmt: skip
-            yield f"{name} of {spec}", lambda run=run: (run(),)
+        for operation, run in (("paged_mqa_logits", paged), ("mqa_logits", ragged)):
+            if not INDEXER_BY_NAME["gluon"].reasons(spec, Device.detect(device), operation):
+                yield f"{operation} of {spec}", partial(returned, run)
+        logits = torch.randn(len(ends), len(keys)).to(device)
+        yield f"topk of {spec}", partial(returned, partial(topk_indices, logits, ends, spec.top_k))
 
 
 def steps(device: torch.device) -> list[Step]:
@@ -82,18 +94,15 @@ def steps(device: torch.device) -> list[Step]:
     return attention + list(indexer_steps(device))
 
 
-def repeat(run: Callable[[], tuple[torch.Tensor, ...]], seconds: float) -> tuple[int, int]:
+def repeat(runs: Runs, seconds: float) -> tuple[int, int]:
     """Run a step for so long, at least AT_ONCE times: how many times, and how many had other bits than the first."""
-    first = [result.clone().view(torch.uint8) for result in run()]
-    runs, other = 0, torch.zeros((), dtype=torch.int64, device=first[0].device)
+    first = [results[0].clone().view(torch.uint8) for results in runs()]
+    count = other = 0
     until = time.monotonic() + seconds
-    while True:
-        for _ in range(AT_ONCE):
-            differ = [(got.view(torch.uint8) != want).any() for got, want in zip(run(), first, strict=True)]
-            other += torch.stack(differ).any()
-        runs, found = runs + AT_ONCE, int(other)  # waits
-        if time.monotonic() > until:
-            return runs, found
+    while not count or time.monotonic() < until:
+        differ = [(got.view(torch.uint8) != want).flatten(1).any(1) for got, want in zip(runs(), first, strict=True)]
+        count, other = count + AT_ONCE, other + int(torch.stack(differ).any(0).sum())  # waits
+    return count, other
 
 
 def alone(seconds: float, turn: int, only: str) -> None:
