@@ -89,6 +89,15 @@ def test_attention_of_scores_at_which_p_bits_are_rounded(seed):
     assert attention_faults(example) == []
 
 
+@interpreted
+@pytest.mark.parametrize("seed", range(6))
+def test_attention_of_largest_scores_that_p_bits_move_to_the_next_binade(seed):
+    """Between -16 and -8 powers of two a largest score less 8 is rounded: the lse was 8 powers of two too low."""
+    q, k = fuzz.Values("normal", 0), fuzz.Values("offset", 0)
+    spec = AttentionSpec(8, 2, 64, lse=True)
+    assert attention_faults(fuzz.Example(spec, ((20, 1),), ((63, 5),), q=q, k=k, k_scale=0.03, seed=seed)) == []
+
+
 @some(150)
 @given(fuzz.examples(st.sampled_from(fuzz.GPU_SPECS), most_tokens=600, most_rows=100))
 def test_attention_of_the_reference(example):

@@ -92,8 +92,9 @@ def tile_step(q, factor, limit, state, first, begin, end, head, table, memory, c
     alpha = tl.exp2(reference - new)
     lowered = new - c.p_bits  # P is 2^p_bits at its largest, in `acc` and `total` alike
     if c.p_bits > 0:
-        # Of scores from 2^27 on that is rounded; 16 lower, P would be more than e4m3 holds. Then it is 1 at most.
-        lowered = tl.where(new - lowered > c.p_bits, new, lowered)
+        # Rounded, it may lie a little lower, and of scores of 2^24 and more so much that P would exceed e4m3, 2^8.8;
+        # then P is 1 at most.
+        lowered = tl.where(new - lowered > c.p_bits + 0.5, new, lowered)
     if c.one_page:
         lowered = tl.where(live, lowered, float("inf"))  # a page that is not there: every P is 0
     # No multiply-add (enable_fp_fusion), or s factor would not be rounded as the maximum was, and of scores of 2^25 P
