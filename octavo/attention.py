@@ -16,7 +16,7 @@ from .cache import PagedCache
 from .choose import choose
 from .device import torch_device
 from .errors import InvalidInput
-from .formats import TORCH_DTYPES
+from .formats import TORCH_DTYPES, check_tensors
 from .spec import AttentionSpec, dtype_name, positive
 
 
@@ -62,7 +62,8 @@ class Attention:
         self.workspace_bytes = self.choice.workspace_bytes(max_batch, max_query_tokens, max_context)
         if workspace is None:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=self.device)
-        elif workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+        check_tensors(workspace=workspace)
+        if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
             raise InvalidInput("workspace must be uint8 [n], contiguous", f"{workspace.dtype} {list(workspace.shape)}")
         elif workspace.numel() < self.workspace_bytes or workspace.device != self.device:
             raise InvalidInput(
@@ -104,8 +105,7 @@ class Attention:
         num_decodes: how many sequences are decodes, if the host knows; None: those of at most spec.max_query_len rows.
         max_query_len: most query rows of any sequence, if the host knows.
         """
-        for name, tensor in (("seq_lens", seq_lens), ("page_table", page_table), ("query_starts", query_starts)):
-            _check_is_tensor(name, tensor)
+        check_tensors(seq_lens=seq_lens, page_table=page_table, query_starts=query_starts)
         batch = seq_lens.shape[0] if seq_lens.dim() == 1 else -1
         _check_int32("seq_lens", seq_lens, "[B]", batch >= 0, self.device)
         table_fits = page_table.dim() == 2 and page_table.shape[0] >= batch
@@ -188,7 +188,7 @@ class Attention:
         return out
 
     def _check_query(self, q: torch.Tensor) -> None:
-        _check_is_tensor("q", q)
+        check_tensors(q=q)
         rows = q.shape[0]
         shape = (rows, self.spec.num_q_heads, self.spec.head_dim)
         _check_tensor("q", q, shape, (self._query_dtype,), self.device)
@@ -204,7 +204,7 @@ class Attention:
                 continue
             if dtype != "fp8_e4m3":
                 raise InvalidInput(f"{name} goes with fp8_e4m3 alone", dtype)
-            _check_is_tensor(name, scale)
+            check_tensors(**{name: scale})
             shape = (spec.num_q_heads,) if name == "q_scale" and scale.numel() != 1 else ()
             single = scale.reshape(()) if scale.numel() == 1 else scale
             _check_tensor(name, single, shape, (torch.float32,), self.device)
@@ -214,7 +214,7 @@ class Attention:
         if (sinks is None) == spec.sinks:
             raise InvalidInput(f"sinks must {'' if spec.sinks else 'not '}be given: spec.sinks is {spec.sinks}")
         if sinks is not None:
-            _check_is_tensor("sinks", sinks)
+            check_tensors(sinks=sinks)
             _check_tensor("sinks", sinks, (spec.num_q_heads,), (torch.float32, torch.bfloat16), self.device)
         if (lse is None) == spec.lse:
             raise InvalidInput(f"lse must {'' if spec.lse else 'not '}be given: spec.lse is {spec.lse}")
@@ -244,10 +244,18 @@ def attention(
     page_table: torch.Tensor,
     query_starts: torch.Tensor,
     *,
+    num_decodes: int | None = None,
+    max_query_len: int | None = None,
     backend: str | None = None,
     **run_arguments: Any,
 ) -> torch.Tensor:
-    """The one-call form of `Attention`: plan and run with buffers of its own; the arguments of both."""
+    """The one-call form of `Attention`, with buffers of its own: q [T, Hq, D] -> [T, Hq, Dv] of spec.out_dtype.
+
+    seq_lens int32 [B], page_table int32 [>= B, max pages], query_starts int32 [B + 1], num_decodes and max_query_len
+    are those of `Attention.plan`; q, cache and what else is given (q_scale, out_scale, sinks, out, lse) those of
+    `Attention.run`; backend that of `choose`. Raises InvalidInput as they do, Unsupported where no backend may.
+    """
+    check_tensors(q=q, seq_lens=seq_lens, page_table=page_table)
     made = Attention(
         spec,
         max_batch=max(seq_lens.shape[0], 1),
@@ -256,7 +264,7 @@ def attention(
         device=q.device,
         backend=backend,
     )
-    made.plan(seq_lens, page_table, query_starts)
+    made.plan(seq_lens, page_table, query_starts, num_decodes=num_decodes, max_query_len=max_query_len)
     return made.run(q, cache, **run_arguments)
 
 
@@ -266,8 +274,7 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     outs [n, T, Hq, Dv], lses fp32 [n, T, Hq] -> out [T, Hq, Dv] of outs' dtype, lse fp32 [T, Hq].
     A part with lse -inf has no say. Where attention has sinks, pass them to one of the parts only.
     """
-    _check_is_tensor("outs", outs)
-    _check_is_tensor("lses", lses)
+    check_tensors(outs=outs, lses=lses)
     if outs.dim() != 4 or outs.shape[0] < 1 or tuple(lses.shape) != tuple(outs.shape[:3]):
         raise InvalidInput(
             "outs must be [n, T, Hq, Dv] and lses [n, T, Hq]", f"{list(outs.shape)} and {list(lses.shape)}"
@@ -275,11 +282,6 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, 
     if lses.dtype != torch.float32 or lses.device != outs.device:
         raise InvalidInput(f"lses must be float32 on {outs.device}", f"{dtype_name(lses.dtype)} on {lses.device}")
     return ops.merge_states(outs, lses, ops.cache_backend(outs.device, "merge_states"))
-
-
-def _check_is_tensor(name: str, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise InvalidInput(f"{name} must be a tensor", type(value).__name__)
 
 
 def _check_int32(name: str, t: torch.Tensor, shape: str, shape_holds: bool, device: torch.device) -> None:

@@ -18,17 +18,11 @@ from .spec import AttentionSpec
 
 PHASES = ("prefill", "decode")
 # Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
-# of it is what keeps a plan from saying yes to a kernel that is only planned, or that no GPU has run as it stands.
+# of it is what keeps a plan from saying yes to a kernel that is only planned.
 WRITTEN: dict[str, frozenset[str]] = {
     "gluon": frozenset({"decode", "plan", "prefill", "prefill_plan", "mqa_logits"}),
     "triton": frozenset({"append", "prefill", "decode", "merge_states", "index_append", "mqa_logits", "topk"}),
     "reference": frozenset({"prefill", "decode", "append", "merge_states", "index_append", "mqa_logits", "topk"}),
-}
-# Files that are there, compiled and computed with on a CPU, whose present form has not been run on a GPU.
-UNPROVEN: dict[str, frozenset[str]] = {
-    "gluon": frozenset(),
-    "triton": frozenset(),
-    "reference": frozenset(),
 }
 
 
@@ -146,17 +140,12 @@ def architecture(archs: tuple[str, ...], words: str) -> Rule:
     )
 
 
-def unwritten(backend: str, name: str) -> str:
-    """What there is of a function that is not in WRITTEN."""
-    return "one that no GPU has run yet" if name in UNPROVEN[backend] else "none yet"
-
-
 def written(backend: str) -> Rule:
     """The rule that this repository has the kernel."""
     return Rule(
         needs="a kernel in this repository",
         holds=lambda spec, device, phase: phase in WRITTEN[backend],
-        found=lambda spec, device, phase: unwritten(backend, phase),
+        found=lambda spec, device, phase: "none yet",
     )
 
 
@@ -300,12 +289,13 @@ BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def rules_markdown() -> str:
-    """docs/rules.md: every rule of every backend as a table."""
+    """The first part of docs/rules.md: every rule of every backend of attention, a table a backend."""
     lines = [
         "# Rules of the backends",
         "",
-        "Printed from `octavo/backends.py` by `python -m octavo.backends > docs/rules.md`; a test keeps it current.",
-        "A backend may run a phase when all rules hold. The planner takes the first that may, in the order below.",
+        "Printed from `octavo/backends.py` and `octavo/indexer_backends.py` by `python tools/refresh_docs.py`; a test",
+        "keeps it current. A backend may run a phase when all rules hold. The planner takes the first that may, in the",
+        "order below.",
     ]
     for backend in BACKENDS:
         there = ", ".join(sorted(WRITTEN[backend.name])) or "none yet"
@@ -315,13 +305,13 @@ def rules_markdown() -> str:
             "",
             f"Written: {there}. CUDA graphs: {'yes' if backend.graphs else 'no'}.",
             "",
+            *rules_table(backend.rules, PHASES),
         ]
-        lines += ["| needs | prefill | decode |", "| --- | --- | --- |"]
-        for rule in backend.rules:
-            cells = " | ".join("x" if phase in rule.phases else "" for phase in PHASES)
-            lines.append(f"| {rule.needs} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    print(rules_markdown(), end="")
+def rules_table(rules: tuple[Rule, ...], phases: tuple[str, ...]) -> list[str]:
+    """Lines of Markdown: what each rule needs, and an x under each phase or operation that it holds for."""
+    rows = [[rule.needs, *("x" if phase in rule.phases else "" for phase in phases)] for rule in rules]
+    heads = [["needs", *phases], ["---"] * (1 + len(phases))]
+    return [f"| {' | '.join(cells)} |" for cells in (*heads, *rows)]

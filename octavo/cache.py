@@ -15,8 +15,8 @@ from . import ops
 from .calls import CacheBytes
 from .device import torch_device
 from .errors import InvalidInput, Unsupported
-from .formats import FORMATS, check_scale
-from .layouts import Strides, layout_reasons, leaf_column, shapes
+from .formats import FORMATS, check_scale, check_tensors
+from .layouts import Strides, layout_reasons, leaf_order, shapes
 from .notices import say_once
 from .reference.attention import gather
 from .spec import AttentionSpec, dtype_name, positive
@@ -31,7 +31,7 @@ class PagedCache:
         spec: shapes, kv_dtype, layout and scale granularity.
         k, v: views of the memory: uint8 for FP8, else the dtype itself. nhd [pages, P, Hk, D], hnd [pages, Hk, P, D],
             leaf [pages, Hk, P, D] and V [pages, Hk, Dv, P] with the columns in the leaf order. An MLA cache's v is the
-            head of its k.
+            first Dv elements of its k.
         k_scale, v_scale: fp32 [] (tensor), [Hk] (head) or [pages, Hk, P] (token_head); None means 1.0; a 16-bit
             cache has none.
         counters: int32 [2]: rows skipped because their slot lies outside the pool (on a GPU), NaN elements written
@@ -100,13 +100,14 @@ class PagedCache:
         Raises InvalidInput for another dtype, shape or stride, naming what was needed and what came.
         """
         _check_layout(spec)
+        check_tensors(k_bytes=k_bytes)
         k = _as_storage("k_bytes", spec, k_bytes)
         if spec.mla:
             if v_bytes is not None:
-                raise InvalidInput("v_bytes must be None for an MLA cache, whose value is the head of its key")
+                raise InvalidInput("v_bytes must be None for an MLA cache, whose value is a part of its key")
             v = k[..., : spec.value_dim]
-        elif v_bytes is None:
-            raise InvalidInput("v_bytes must be a tensor", "None")
+        elif not isinstance(v_bytes, torch.Tensor):
+            raise InvalidInput("v_bytes must be a tensor", type(v_bytes).__name__)
         else:
             v = _as_storage("v_bytes", spec, v_bytes)
         k_shape, v_shape = shapes(spec, k.shape[0])
@@ -128,13 +129,14 @@ class PagedCache:
         row; a slot outside the pool is refused on a CPU (InvalidInput) and skipped and counted on a GPU. One launch.
         """
         spec = self.spec
-        rows = slots.shape[0]
+        check_tensors(k=k, slots=slots)
+        rows = slots.shape[0] if slots.dim() else 0
         _check_new("k", k, rows, spec.num_kv_heads, spec.head_dim)
         if spec.mla:
             if v is not None:
-                raise InvalidInput("v must be None for an MLA cache, whose value is the head of its key")
-        elif v is None:
-            raise InvalidInput("v must be a tensor", "None")
+                raise InvalidInput("v must be None for an MLA cache, whose value is a part of its key")
+        elif not isinstance(v, torch.Tensor):
+            raise InvalidInput("v must be a tensor", type(v).__name__)
         else:
             _check_new("v", v, rows, spec.num_kv_heads, spec.value_dim)
         if slots.dtype != torch.int64 or slots.dim() != 1:
@@ -161,7 +163,13 @@ class PagedCache:
         )
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first n tokens of the sequence on the pages of page_table_row: fp32 k [n, Hk, D], v [n, Hk, Dv]."""
+        """The first n tokens of the sequence on the pages of page_table_row [max pages]: fp32 [n, Hk, D], [n, Hk, Dv].
+
+        Raises InvalidInput for a table of another rank and for more tokens than its pages hold.
+        """
+        check_tensors(page_table_row=page_table_row)
+        if page_table_row.dim() != 1:
+            raise InvalidInput("page_table_row must be [max pages]", list(page_table_row.shape))
         if n < 0 or n > page_table_row.shape[0] * self.spec.page_size:
             raise InvalidInput(f"n must be in [0, {page_table_row.shape[0] * self.spec.page_size}]", n)
         k, v, _ = gather(self.spec, self.bytes(), page_table_row, 0, n, torch.float32)
@@ -185,18 +193,20 @@ class PagedCache:
 
     @k_scale.setter
     def k_scale(self, scale: Scale) -> None:
-        self._k_scale = self._scales(scale, self._v_scale)[0]
+        self._k_scale = self._scale("k_scale", scale)
         if self.spec.mla:
             self._v_scale = self._k_scale
 
     @property
     def v_scale(self) -> torch.Tensor | None:
-        """Scale of the values, as `k_scale`; an MLA cache has one for both."""
+        """Scale of the values, as `k_scale`; an MLA cache has one for both, which either name sets."""
         return self._v_scale
 
     @v_scale.setter
     def v_scale(self, scale: Scale) -> None:
-        self._v_scale = self._scales(self._k_scale, scale)[1]
+        self._v_scale = self._scale("v_scale", scale)
+        if self.spec.mla:
+            self._k_scale = self._v_scale
 
     def bytes(self) -> CacheBytes:
         """The memory and scales as a kernel takes them."""
@@ -207,34 +217,33 @@ class PagedCache:
         """V as [pages, Hk, P, Dv] in the order it is stored, and where token t is in it: int64 [P]."""
         view, size = self.bytes().v_view(self.spec), self.spec.page_size
         if self.spec.layout == "leaf":
-            return view.transpose(2, 3), torch.tensor([leaf_column(t) for t in range(size)], device=self.device)
+            return view.transpose(2, 3), torch.tensor(leaf_order(size), device=self.device)
         return view, torch.arange(size, device=self.device)
 
     def _scales(self, k_scale: Scale, v_scale: Scale) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both scales that a cache is made with."""
+        if self.spec.mla:
+            if self.spec.fp8 and v_scale is not None and v_scale is not k_scale:
+                raise InvalidInput("an MLA cache has one scale: v_scale must be None or k_scale itself")
+            scale = self._scale("k_scale", k_scale)
+            return scale, scale
+        if self.spec.fp8 and (k_scale is None) != (v_scale is None):
+            say_once(f"{'k' if k_scale is None else 'v'}_scale is missing and means 1.0")
+        return self._scale("k_scale", k_scale), self._scale("v_scale", v_scale)
+
+    def _scale(self, name: str, scale: Scale) -> torch.Tensor | None:
         spec = self.spec
         if not spec.fp8:
-            if k_scale is not None or v_scale is not None:
+            if scale is not None:
                 say_once(f"a {spec.kv_dtype} cache has no scales: the given ones are not used")
-            return None, None
-        if spec.mla and v_scale is None:
-            v_scale = k_scale
-        elif (k_scale is None) != (v_scale is None):
-            say_once(f"{'k' if k_scale is None else 'v'}_scale is missing and means 1.0")
+            return None
         shape = {
             "tensor": (),
             "head": (spec.num_kv_heads,),
             "token_head": (self.num_pages, spec.num_kv_heads, spec.page_size),
         }[spec.scale_granularity]
-        k = self._scale("k_scale", k_scale, shape)
-        if spec.mla:
-            if v_scale is not k_scale:
-                raise InvalidInput("an MLA cache has one scale: v_scale must be None or k_scale itself")
-            return k, k
-        return k, self._scale("v_scale", v_scale, shape)
-
-    def _scale(self, name: str, scale: Scale, shape: tuple[int, ...]) -> torch.Tensor | None:
         if scale is None:
-            made = self.spec.scale_granularity == "token_head"
+            made = spec.scale_granularity == "token_head"
             return torch.ones(shape, dtype=torch.float32, device=self.device) if made else None
         if not isinstance(scale, torch.Tensor):
             check_scale(name, scale, ())

@@ -7,6 +7,7 @@ Every kernel agrees with these functions bit for bit; division by the scale is I
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,13 @@ def dequantise(
     """Stored elements times `scale` (broadcast; None is 1), as `dtype`."""
     x = decode(stored, format, dtype)
     return x if scale is None else x * scale.to(dtype)
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raise InvalidInput, naming it, for the first that is no tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInput(f"{name} must be a tensor", type(value).__name__)
 
 
 def check_scale(name: str, scale: torch.Tensor | float, shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ import torch
 from . import indexer_ops as ops
 from .device import torch_device
 from .errors import InvalidInput
-from .formats import FORMATS, dequantise
+from .formats import FORMATS, check_tensors, dequantise
 from .indexer_backends import INDEXER_BY_NAME
 from .indexer_calls import SCALE_BYTES, IndexBytes
 from .reference.index_append import decode_scale
@@ -67,6 +67,7 @@ class IndexerCache:
 
         A page is contiguous; the page stride is any multiple of 4 bytes. Raises InvalidInput, naming what came.
         """
+        check_tensors(pages=pages)
         if pages.dtype != torch.uint8:
             raise InvalidInput("pages must be uint8", dtype_name(pages.dtype))
         if pages.dim() == 3:
@@ -86,8 +87,9 @@ class IndexerCache:
         """Quantise and write keys: k [T, D] of bfloat16, float16 or float32, slots int64 [T] = page * P + offset.
 
         k may have any strides and more rows than slots has. Slot -1 skips a row; a slot outside the pool is refused
-        on a CPU (InvalidInput) and skipped and counted on a GPU. One launch.
+        on a CPU (InvalidInput) and skipped and counted on a GPU. One launch. backend: as of `paged_mqa_logits`.
         """
+        check_tensors(k=k, slots=slots)
         if slots.dtype != torch.int64 or slots.dim() != 1:
             raise InvalidInput("slots must be int64 [T]", _told(slots))
         if k.dim() != 2 or k.shape[0] < slots.shape[0] or k.shape[1] != self.head_dim:
@@ -99,6 +101,9 @@ class IndexerCache:
 
     def gather(self, page_table_row: torch.Tensor, n: int) -> torch.Tensor:
         """The first n keys of the sequence whose page ids are page_table_row [max pages]: fp32 [n, D], dequantised."""
+        check_tensors(page_table_row=page_table_row)
+        if page_table_row.dim() != 1:
+            raise InvalidInput("page_table_row must be [max pages]", list(page_table_row.shape))
         capacity = page_table_row.shape[0] * self.page_size
         if n < 0 or n > capacity:
             raise InvalidInput(f"n must be in [0, {capacity}]", n)
@@ -150,6 +155,7 @@ def paged_mqa_logits(
         fill: written beyond each row's length; None leaves `out` alone there (unset memory where it is allocated).
         backend: gluon, triton or reference, which then runs or is refused; None: the first that may.
     """
+    check_tensors(q=q, weights=weights, seq_lens=seq_lens, page_table=page_table)
     if q.dim() != 4:
         raise InvalidInput("q must be e4m3 [B, n, H, D]", _told(q))
     batch, n, heads, _ = q.shape
@@ -160,8 +166,7 @@ def paged_mqa_logits(
         raise InvalidInput(f"seq_lens must be int32 [{batch}] or [{batch}, {n}]", _told(seq_lens))
     if page_table.dim() != 2 or page_table.shape[0] < batch or page_table.dtype != torch.int32:
         raise InvalidInput(f"page_table must be int32 [{batch}, max pages]", _told(page_table))
-    if max_context < 1:
-        raise InvalidInput("max_context must be positive", max_context)
+    _check_count("max_context", max_context)
     _same_device(index.device, q=q, weights=weights, seq_lens=seq_lens, page_table=page_table)
     backend = _backend(backend)
     out = _output(out, batch * n, max_context, q.device)
@@ -234,6 +239,7 @@ def mqa_logits(
             those of q[rows] in one buffer of at most so many bytes that the next step overwrites.
         backend: gluon, triton or reference, which then runs or is refused; None: the first that may.
     """
+    check_tensors(q=q, k=k, k_scale=k_scale, weights=weights, starts=starts, ends=ends)
     if q.dim() != 3:
         raise InvalidInput("q must be e4m3 [S, H, D]", _told(q))
     rows, heads, dim = q.shape
@@ -282,13 +288,13 @@ def topk_indices(
     logits [R, N] fp32 or bf16, of any row stride; lens int32 [R] or [B, n] with B n = R. Ties go to the lower index;
     NaN is never chosen. `out` int32 [R, k] to write into; None allocates.
     """
+    check_tensors(logits=logits, lens=lens)
     if logits.dim() != 2 or logits.dtype not in _OUT_DTYPES:
         raise InvalidInput("logits must be float32 or bfloat16 [R, N]", _told(logits))
     rows = logits.shape[0]
     if lens.dtype != torch.int32 or lens.numel() != rows:
         raise InvalidInput(f"lens must be int32 of {rows} elements", _told(lens))
-    if k < 1:
-        raise InvalidInput("k must be positive", k)
+    _check_count("k", k)
     if out is None:
         out = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     elif tuple(out.shape) != (rows, k) or out.dtype != torch.int32:
@@ -325,6 +331,11 @@ def _backend(name: str | None) -> str:
         return "auto"
     one_of("backend", name, tuple(INDEXER_BY_NAME))
     return name
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < 1:
+        raise InvalidInput(f"{name} must be a positive integer", repr(value))
 
 
 def _check_query(q: torch.Tensor, weights: torch.Tensor, dim: int, rows: int, heads: int) -> None:

@@ -23,6 +23,13 @@ def test_one_call_form_equals_plan_and_run():
     batch = make_batch(SPEC, [5, 40], [1, 9])
     out = octavo.attention(SPEC, batch.q, batch.cache, batch.seq_lens, batch.page_table, batch.query_starts)
     assert torch.equal(out, batch.run())
+    given = {"num_decodes": 1, "max_query_len": 9, "out": torch.empty_like(out)}
+    same = octavo.attention(SPEC, batch.q, batch.cache, batch.seq_lens, batch.page_table, batch.query_starts, **given)
+    assert same is given["out"] and torch.equal(same, out)
+    with pytest.raises(InvalidInput, match="num_decodes must be an integer"):
+        octavo.attention(
+            SPEC, batch.q, batch.cache, batch.seq_lens, batch.page_table, batch.query_starts, num_decodes=3
+        )
 
 
 @pytest.mark.parametrize("plan", [{}, {"num_decodes": 2}, {"num_decodes": 2, "max_query_len": 7}, {"num_decodes": 0}])

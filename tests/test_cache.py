@@ -262,6 +262,8 @@ class TestScales:
         cache = PagedCache.allocate(AttentionSpec(4, 2, 32), 1, "cpu")
         cache.k_scale = 0.5
         assert cache.k_scale.item() == 0.5 and cache.v_scale is None
+        cache.v_scale = 0.25
+        assert cache.k_scale.item() == 0.5 and cache.v_scale.item() == 0.25
         with pytest.raises(InvalidInput, match="v_scale must be finite and positive"):
             cache.v_scale = torch.tensor(0.0)
         bf16 = PagedCache.allocate(AttentionSpec(4, 2, 32, kv_dtype="bfloat16", layout="nhd"), 1, "cpu")
@@ -289,6 +291,39 @@ def test_mla_stores_the_latent_once():
     assert torch.equal(v, k[..., :32])
     with pytest.raises(InvalidInput, match="v must be None for an MLA cache"):
         cache.append(latent, latent, torch.arange(20))
+    for name in ("k_scale", "v_scale", "k_scale"):  # one scale, which either name sets, as often as one likes
+        setattr(cache, name, torch.tensor(0.25))
+        assert cache.k_scale is cache.v_scale and cache.k_scale.item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("call", "needed"),
+    [
+        (lambda cache: cache.append(torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), [0]), "slots must be a tensor"),
+        (lambda cache: cache.append(None, torch.zeros(1, 2, 32), torch.tensor([0])), "k must be a tensor"),
+        (
+            lambda cache: cache.append(torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), torch.tensor(0)),
+            "slots must be int64",
+        ),
+        (lambda cache: cache.gather([0], 1), "page_table_row must be a tensor"),
+        (lambda cache: cache.gather(torch.zeros(1, 1, dtype=torch.int32), 1), r"page_table_row must be \[max pages\]"),
+        (lambda cache: PagedCache.view(cache.spec, None), "k_bytes must be a tensor"),
+        (lambda cache: PagedCache.view(cache.spec, cache.k), "v_bytes must be a tensor; came NoneType"),
+        (lambda cache: octavo.IndexerCache.view(None), "pages must be a tensor"),
+        (
+            lambda cache: octavo.topk_indices(torch.zeros(1, 4), torch.ones(1, dtype=torch.int32), 2.5),
+            "k must be a pos",
+        ),
+        (
+            lambda cache: octavo.topk_indices(torch.zeros(1, 4), torch.ones(1, dtype=torch.int32), True),
+            "k must be a pos",
+        ),
+        (lambda cache: octavo.topk_indices([0.0], torch.ones(1, dtype=torch.int32), 1), "logits must be a tensor"),
+    ],
+)
+def test_what_is_no_tensor_or_count_is_refused_by_name(call, needed):
+    with pytest.raises(InvalidInput, match=needed):
+        call(PagedCache.allocate(AttentionSpec(4, 2, 32), 1, "cpu"))
 
 
 class TestExpandPageTable:

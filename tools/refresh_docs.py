@@ -12,7 +12,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from octavo.backends import rules_markdown
+from octavo import backends, indexer_backends
 from octavo.cli.main import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,8 @@ def refreshed(block: re.Match[str]) -> str:
 
 def main() -> None:
     os.environ["COLUMNS"] = "100"
-    (ROOT / "docs" / "rules.md").write_text(rules_markdown(), encoding="utf-8")
+    rules = backends.rules_markdown() + indexer_backends.rules_markdown()
+    (ROOT / "docs" / "rules.md").write_text(rules, encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         new = CONSOLE.sub(refreshed, text)
