@@ -11,18 +11,16 @@ takes seconds: its calls are timed one by one and not in a graph.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from octavo import AttentionSpec
 from octavo.bench import cases
-from octavo.bench.measure import FAILED, WRONG, backend_name, cell, checked, of_run
+from octavo.bench.measure import WRONG, DeviceLost, backend_name, cell, of_run, record_of
 from octavo.bench.records import Record, RecordFile
-from octavo.bench.sides import AttentionInputs, octavo_side
-from octavo.bench.timing import time_calls
-from octavo.errors import InvalidInput, Unsupported
+from octavo.bench.sides import AttentionInputs, Side, octavo_side
+from octavo.bench.timing import Timing, summarise
 
 K = 1024
 EVENTS = "events around each call, data sets in turn, median"
@@ -41,35 +39,27 @@ def grid(spec: AttentionSpec, scale: int) -> Iterator[tuple[cases.Case, str]]:
 
 
 def measured(case: cases.Case, backend: str, device: torch.device, shared: dict) -> Record:
-    """The record of one case, whatever becomes of it."""
+    """The record of one case, whatever becomes of it. Raises DeviceLost where the device went with it."""
     fields = cell(case, backend_name(case, backend, device), shared["run"], shared["ceilings"], shared["env"])
-    try:
-        side = octavo_side(case, backend, AttentionInputs(case, device))
-        rel, rel_bf16 = checked(side)
-        fields |= {"rel_err": rel, "rel_err_bf16": rel_bf16}
-        if rel is None or not rel < WRONG:
-            return Record(**fields, error=f"wrong: relative error {rel}")
-        if case.op == "decode":
-            timing = time_calls(side.calls, device, seconds=shared["seconds"])
-            return Record(**fields, timing=timing.method, us=round(timing.us, 3))
-        return Record(**fields, timing=EVENTS, us=round(statistics.median(times(side.calls, device)), 3))
-    except (Unsupported, InvalidInput, torch.cuda.OutOfMemoryError) as error:
-        return Record(**fields, error=f"{type(error).__name__}: {error}")
-    except Exception as error:
-        return Record(**fields, error=f"{FAILED}{type(error).__name__}: {error}"[:2000])
+    time = None if case.op == "decode" else time_one_by_one
+
+    def make() -> Side:
+        return octavo_side(case, backend, AttentionInputs(case, device))
+
+    return record_of(fields, make, device, shared["seconds"], WRONG, time=time)
 
 
-def times(calls: list, device: torch.device, repeats: int = 3) -> list[float]:
-    """Microseconds of `repeats` calls; the first data set's was run before."""
+def time_one_by_one(calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float) -> Timing:
+    """`time_calls` of so long calls: three of them, however many `seconds`; the first data set's was run before."""
     found = []
-    for index in range(repeats):
+    for index in range(3):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         calls[index % len(calls)]()
         after.record()
         torch.cuda.synchronize(device)
         found.append(before.elapsed_time(after) * 1e3)
-    return found
+    return summarise(found, EVENTS)
 
 
 def line(record: Record) -> str:
@@ -92,7 +82,11 @@ def main() -> None:
     shared = of_run(device, arguments.seconds)
     with RecordFile(arguments.out) as file:
         for case, backend in grid(AttentionSpec(32, 8, 128), arguments.scale):
-            record = measured(case, backend, device, shared)
+            try:
+                record = measured(case, backend, device, shared)
+            except DeviceLost as lost:
+                file.write(lost.record)
+                raise
             file.write(record)
             print(line(record), flush=True)
             if device.type == "cuda":

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .device import Device
     from .errors import InvalidInput, OctavoError, Unsupported
     from .indexer import IndexerCache, mqa_logits, paged_mqa_logits, topk_indices
+    from .indexer_choose import choose_indexer
     from .spec import AttentionSpec, IndexerSpec
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _HOMES = {
     "Unsupported": "errors",
     "attention": "attention",
     "choose": "choose",
+    "choose_indexer": "indexer_choose",
     "expand_page_table": "cache",
     "merge_states": "attention",
     "mqa_logits": "indexer",
@@ -63,6 +65,7 @@ __all__ = [
     "Unsupported",
     "attention",
     "choose",
+    "choose_indexer",
     "expand_page_table",
     "merge_states",
     "mqa_logits",

@@ -28,6 +28,10 @@ class Verdict:
     word: str
     reasons: tuple[str, ...] = ()
 
+    def as_dict(self) -> dict[str, Any]:
+        """For --json and records."""
+        return {"verdict": self.word, "reasons": list(self.reasons)}
+
     def __str__(self) -> str:
         return self.word
 
@@ -51,7 +55,12 @@ class PhaseChoice:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of one layer kind on one device; `str` of it is the table that `octavo explain` prints."""
+    """The plan of one layer kind on one device; `str` of it is the table that `octavo explain` prints.
+
+    Attributes:
+        spec, device: what it is for.
+        prefill, decode: the backend of each phase by name, why, and the verdict on every backend with its reasons.
+    """
 
     spec: AttentionSpec
     device: Device
@@ -102,7 +111,7 @@ class Choice:
                 "backend": choice.backend,
                 "compute_query_dtype": choice.compute_query_dtype,
                 "why": choice.why,
-                "verdicts": {b: {"verdict": v.word, "reasons": list(v.reasons)} for b, v in choice.verdicts.items()},
+                "verdicts": {name: verdict.as_dict() for name, verdict in choice.verdicts.items()},
             }
             for name, choice in ((p, self.phase(p)) for p in PHASES)
         }
@@ -117,7 +126,7 @@ class Choice:
         for backend in BACKENDS:
             against = {p: self.phase(p).verdicts[backend.name].reasons for p in PHASES}
             if any(against.values()):
-                lines += [f"not {backend.name}:", *reason_lines(merge_phases(against), width)]
+                lines += [f"not {backend.name}:", *reason_lines(merge_reasons(against), width)]
         return lines
 
     def __str__(self) -> str:
@@ -143,7 +152,7 @@ def columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
 
 
 def layer_ranges(layers: tuple[int, ...]) -> str:
-    """Indices in few words: "0-31", "0, 2, 4, ... 34 (every 2nd)" is "0-34 by 2"."""
+    """Numbers as ranges: "0-31"; evenly spaced "0-34 by 2"; otherwise the first five and the last."""
     first, last = layers[0], layers[-1]
     if layers == tuple(range(first, last + 1)):
         return f"{first}" if first == last else f"{first}-{last}"
@@ -154,19 +163,19 @@ def layer_ranges(layers: tuple[int, ...]) -> str:
     return shown if len(layers) <= 5 else f"{shown}, ... {last}"
 
 
-def merge_phases(reasons: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    """(phases, reason) in the rules' order, each reason once: "prefill", "decode", or "" for both."""
+def merge_reasons(against: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    """(names, reason) of reasons by phase or operation: each once, in order; those of all first, named ""."""
     merged: dict[str, list[str]] = {}
-    for phase, sentences in reasons.items():
+    for name, sentences in against.items():
         for sentence in sentences:
-            merged.setdefault(sentence, []).append(phase)
-    pairs = [("" if len(phases) == len(PHASES) else phases[0], reason) for reason, phases in merged.items()]
+            merged.setdefault(sentence, []).append(name)
+    pairs = [("" if len(names) == len(against) else ", ".join(names), reason) for reason, names in merged.items()]
     return sorted(pairs, key=lambda pair: pair[0] != "")
 
 
-def phrase(phase: str, reason: str) -> str:
-    """A reason with the phase it is about, if it is about one only."""
-    return f"{phase} {reason}" if phase else reason
+def phrase(names: str, reason: str) -> str:
+    """A reason with the phases or operations that it is about, if not all."""
+    return f"{names} {reason}" if names else reason
 
 
 def reason_lines(pairs: list[tuple[str, str]], width: int) -> list[str]:
@@ -274,7 +283,7 @@ def _unsupported(
     names = [b.name for b in BACKENDS] if named is None else [named]
     reasons = []
     for name in names:
-        for pair in merge_phases({phase: of[name].reasons for phase, of in found.items()}):
+        for pair in merge_reasons({phase: of[name].reasons for phase, of in found.items()}):
             reasons.append(f"{name}: {phrase(*pair)}" if named is None else phrase(*pair))
     who = "no backend can" if named is None else f"backend {named} (named by {by}) cannot"
     return Unsupported(f"{who} run {describe(spec)}, on {device}", reasons, nearest_change(spec, device, named))

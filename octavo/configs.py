@@ -38,6 +38,19 @@ class DeclaredCache:
     granularity: str = "tensor"
     reasons: tuple[str, ...] = ()
 
+    def dtype(self, asked: str) -> str:
+        """The cache's dtype: as asked, and with "auto" the declared fp8_e4m3.
+
+        Raises Unsupported for "auto" where octavo cannot follow, and for e5m2 with scales that are e4m3's.
+        """
+        if asked == "auto" and self.reasons:
+            what = f"kv cache dtype auto cannot follow {self.source}"
+            raise Unsupported(what, self.reasons, "an explicit kv cache dtype")
+        if asked == "fp8_e5m2" and not self.reasons:
+            reason = f"{self.source} has scales made for fp8_e4m3; the kv cache dtype is {asked}"
+            raise Unsupported(f"{asked} cannot use the checkpoint's KV scales", [reason], "kv cache dtype fp8_e4m3")
+        return "fp8_e4m3" if asked == "auto" else asked
+
 
 def load_config(model: str | os.PathLike[str]) -> dict[str, Any]:
     """The config of a known name, or of a folder or file that holds a config.json. InvalidInput if it cannot be read.
@@ -63,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; InvalidInput where there is none."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
         raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
     if not isinstance(config, dict):
         raise InvalidInput(f"{path} must hold a JSON object", type(config).__name__)
@@ -124,31 +137,21 @@ def checkpoint_kv(config: Config) -> DeclaredCache | None:
     return DeclaredCache("ModelOpt's kv_cache_quant_algo", "tensor", tuple(reasons))
 
 
-def resolve_kv_dtype(config: Config, asked: str = "auto", name: str = "the checkpoint") -> tuple[str, str]:
+def resolve_kv_dtype(config: Config, asked: str = "auto") -> tuple[str, str]:
     """(kv dtype, one line that says why). An explicit dtype wins; "auto" follows the checkpoint.
 
-    Raises Unsupported for e5m2 on a checkpoint whose KV scales are e4m3's, and for "auto" on a checkpoint whose KV
-    format octavo does not have.
+    Raises Unsupported as `DeclaredCache.dtype` does.
     """
-    declared = checkpoint_kv(config)
-    given = dtype_name(asked)
-    if given == "auto":
-        if declared is None:
-            own = dtype_name(text_config(config).get("dtype") or "bfloat16")
-            own = own if own in ("bfloat16", "float16", "float32") else "bfloat16"  # weights may be of fewer bits
-            return own, f"kv cache dtype auto: {own}, as {name} declares no KV scales"
-        if declared.reasons:
-            what = f"kv cache dtype auto cannot follow {name} ({declared.source})"
-            raise Unsupported(what, declared.reasons, "an explicit kv cache dtype")
-        return (
-            "fp8_e4m3",
-            f"kv cache dtype auto: fp8_e4m3, as {declared.source} declares, a scale per {declared.granularity}",
-        )
+    declared, given = checkpoint_kv(config), dtype_name(asked)
+    if declared is None and given == "auto":
+        own = dtype_name(text_config(config).get("dtype") or "bfloat16")
+        own = own if own in ("bfloat16", "float16", "float32") else "bfloat16"  # weights may be of fewer bits
+        return own, f"kv cache dtype auto: {own}, as the checkpoint declares no KV scales"
     if declared is None:
         no_scales = "; no KV scales in the config: 1.0" if "fp8" in given else ""
         return given, f"kv cache dtype {given}, as given{no_scales}"
-    if given == "fp8_e5m2" and not declared.reasons:
-        reason = f"{declared.source} has scales made for fp8_e4m3; the kv cache dtype is {given}"
-        raise Unsupported(f"{given} cannot use the KV scales of {name}", [reason], "kv cache dtype fp8_e4m3")
-    used = "used" if given == "fp8_e4m3" and not declared.reasons else "not used"
-    return given, f"kv cache dtype {given}, as given; the scales of {declared.source} are {used}"
+    dtype = declared.dtype(given)
+    if given == "auto":
+        return dtype, f"kv cache dtype auto: {dtype}, as {declared.source} declares, a scale per {declared.granularity}"
+    used = "used" if dtype == "fp8_e4m3" and not declared.reasons else "not used"
+    return dtype, f"kv cache dtype {dtype}, as given; the scales of {declared.source} are {used}"

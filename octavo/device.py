@@ -133,10 +133,16 @@ def _detect_gpu(index: int) -> Device:
     return from_properties(torch.cuda.get_device_properties(index), rocm=torch.version.hip is not None)
 
 
+def known_gpu(product: str) -> Device | None:
+    """The known device that a driver's name of a GPU speaks of ("NVIDIA H200" is h200); None if there is none."""
+    words = product.lower().replace("rtx ", "rtx").replace("-", " ").split()
+    words += [word[1:] for word in words if word.startswith("gb") and word not in KNOWN]  # a GB200 has B200s
+    return next((device for name, device in KNOWN.items() if name in words), None)
+
+
 def from_properties(properties: Any, rocm: bool = False) -> Device:
     """A Device from what torch.cuda.get_device_properties returned; bandwidth from the known device of its name."""
-    words = properties.name.lower().replace("rtx ", "rtx").replace("-", " ").split()
-    same = next((known for name, known in KNOWN.items() if name in words), None)
+    same = known_gpu(properties.name)
     return Device(
         name=properties.name,
         arch=properties.gcnArchName.split(":")[0] if rocm else f"sm_{properties.major}{properties.minor}",

@@ -1,4 +1,4 @@
-"""The three ways octavo says no, all raised before anything is compiled or launched."""
+"""The three ways octavo says no, all raised before anything is compiled or launched; and others' errors in a line."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ class Unsupported(OctavoError):
     def __reduce__(self) -> tuple[type[Unsupported], tuple[str, tuple[str, ...], str | None]]:
         """Reasons survive pickling: engines plan in worker processes."""
         return type(self), (self._what, self.reasons, self.nearest)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -150,7 +150,7 @@ def paged_mqa_logits(
         page_table: int32 [>= B, max pages]; beyond a sequence's pages it may hold anything. A token whose page id is
             not in the pool has logit -inf.
         max_context: columns of the result; lengths beyond it, or beyond the page table, end there.
-        plan: the schedule of a backend that has one; none needs it.
+        plan: taken for the sake of DeepGEMM's signature; no kernel of octavo needs one.
         out: fp32 or bf16 [B * n, >= max_context] to write into; None allocates.
         fill: written beyond each row's length; None leaves `out` alone there (unset memory where it is allocated).
         backend: gluon, triton or reference, which then runs or is refused; None: the first that may.

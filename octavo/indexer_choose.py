@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .backends import WRITTEN
-from .choose import WIDTH, Verdict, check_backend, columns, judged, named_backend, reason_lines, why_first
+from .choose import (
+    WIDTH,
+    Verdict,
+    check_backend,
+    columns,
+    judged,
+    merge_reasons,
+    named_backend,
+    reason_lines,
+    why_first,
+)
 from .device import Device
 from .errors import InvalidInput, Unsupported
 from .indexer_backends import FILES, INDEXER_BACKENDS, INDEXER_BY_NAME, OPERATIONS
@@ -43,7 +53,7 @@ class IndexerChoice:
             name: {
                 "backend": choice.backend,
                 "why": choice.why,
-                "verdicts": {b: {"verdict": v.word, "reasons": list(v.reasons)} for b, v in choice.verdicts.items()},
+                "verdicts": {of: verdict.as_dict() for of, verdict in choice.verdicts.items()},
             }
             for name, choice in self.operations.items()
         }
@@ -58,7 +68,7 @@ class IndexerChoice:
         for backend in INDEXER_BACKENDS:
             against = {name: c.verdicts[backend.name].reasons for name, c in self.operations.items()}
             if any(against.values()):
-                lines += [f"not {backend.name}:", *reason_lines(_merged(against), width)]
+                lines += [f"not {backend.name}:", *reason_lines(merge_reasons(against), width)]
         return lines
 
     def __str__(self) -> str:
@@ -112,12 +122,3 @@ def _choose(spec: IndexerSpec, device: Device, operation: str, named: str | None
         nearest = f"no backend named (then {may[0]})" if may else None
         raise Unsupported(f"{who} run {operation} of {describe(spec)}, on {device}", told, nearest)
     return OperationChoice(able[0], why_first(able, named, by), judged(reasons))
-
-
-def _merged(against: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    """(operations, reason) in the rules' order, each reason once; "" where it is of every operation."""
-    merged: dict[str, list[str]] = {}
-    for operation, sentences in against.items():
-        for sentence in sentences:
-            merged.setdefault(sentence, []).append(operation)
-    return [("" if len(of) == len(OPERATIONS) else ", ".join(of), reason) for reason, of in merged.items()]

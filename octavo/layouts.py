@@ -35,6 +35,11 @@ def leaf_column(token: int) -> int:
     return 16 * (token // 16) + LEAF_COLUMNS[token % 16]
 
 
+def leaf_order(size: int) -> list[int]:
+    """The columns of a page's tokens in its V rows."""
+    return [leaf_column(token) for token in range(size)]
+
+
 def layout_reasons(spec: AttentionSpec) -> list[str]:
     """Why `spec.layout` cannot hold its cache: one sentence per broken rule with the value found; empty if it can."""
     reasons = []
@@ -49,9 +54,7 @@ def layout_reasons(spec: AttentionSpec) -> list[str]:
                 f"they are {spec.head_dim} and {spec.value_dim}"
             )
         if spec.mla:
-            reasons.append(
-                "layout leaf stores V transposed; an MLA value is the head of its key and has no V of its own"
-            )
+            reasons.append("layout leaf stores V transposed; an MLA value is a part of its key, with no V of its own")
     if spec.mla and spec.fp8 and spec.scale_granularity == "head":
         reasons.append("an MLA latent is one head: scale_granularity must be tensor or token_head; it is head")
     return reasons

@@ -217,8 +217,8 @@ class IndexerSpec:
     """The FP8 MQA indexer of DeepSeek sparse attention: `num_heads` query heads of `head_dim` over one key head.
 
     Attributes:
-        num_heads: 16..128 query heads.
-        head_dim: 64 or 128.
+        num_heads: query heads. The reference takes any; kernels 16 to 128 (docs/rules.md).
+        head_dim: of queries and keys. The reference takes any; kernels 64 and 128.
         page_size: tokens a page of the index cache.
         scale_format: fp32 (amax / 448), pow2 (that, rounded up to a power of two) or ue8m0 (pow2's exponent byte, four
             times).

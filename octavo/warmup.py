@@ -67,7 +67,7 @@ def watched() -> Iterator[Warmed]:
 
 
 def sizes(most: int) -> list[int]:
-    """Sizes whose calls differ: 1, 3 (a multiple of nothing), every power of two up to `most`, and `most`."""
+    """Sizes whose calls differ: 1, 3 (a multiple of nothing), every power of two up to `most`, `most` and one less."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
     return sorted({*powers, min(3, most), most, max(1, most - 1)})
 
@@ -111,7 +111,12 @@ def run_all(made: list[Call], device: torch.device, advance: Callable[[], None] 
 
 
 def indexer_calls(
-    spec: IndexerSpec, device: torch.device, max_batch: int, max_query_tokens: int, max_context: int
+    spec: IndexerSpec,
+    device: torch.device,
+    max_batch: int,
+    max_query_tokens: int,
+    max_context: int,
+    backend: str | None = None,
 ) -> list[Call]:
     """What serving runs of an indexer: append, paged logits and top-k of a step, logits of a run of keys."""
     check_bounds(spec.max_query_len, max_batch, max_query_tokens, max_context)
@@ -126,7 +131,7 @@ def indexer_calls(
 
     def append(tokens: int) -> None:
         slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        cache.append(torch.zeros(tokens, dim, dtype=torch.bfloat16, device=device), slots)
+        cache.append(torch.zeros(tokens, dim, dtype=torch.bfloat16, device=device), slots, backend=backend)
 
     def decode(batch: int) -> None:
         lens = torch.ones(batch, dtype=torch.int32, device=device)
@@ -134,14 +139,17 @@ def indexer_calls(
         out = torch.empty(batch * n, max_context, dtype=out_dtype, device=device)
         weights = torch.zeros(batch * n, heads, device=device)
         for fill in (None, float("-inf")):
-            paged_mqa_logits(query(batch, n), cache, weights, lens, table, max_context, out=out, fill=fill)
-        topk_indices(out, lens.repeat_interleave(n), spec.top_k)
+            paged_mqa_logits(
+                query(batch, n), cache, weights, lens, table, max_context, out=out, fill=fill, backend=backend
+            )
+        topk_indices(out, lens.repeat_interleave(n), spec.top_k, backend=backend)
 
     def prefill(rows: int) -> None:
         starts = torch.zeros(rows, dtype=torch.int32, device=device)
         k, scale = query(keys)[:, 0].contiguous(), torch.ones(keys, device=device)
-        logits = mqa_logits(query(rows), k, scale, torch.zeros(rows, heads, device=device), starts, starts + 1)
-        topk_indices(logits, starts + 1, spec.top_k)
+        weights = torch.zeros(rows, heads, device=device)
+        logits = mqa_logits(query(rows), k, scale, weights, starts, starts + 1, backend=backend)
+        topk_indices(logits, starts + 1, spec.top_k, backend=backend)
 
     made: list[Call] = [partial(append, tokens) for tokens in sizes(max_query_tokens)]
     made += [partial(decode, batch) for batch in sizes(max_batch) if batch * n <= max_query_tokens]

@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-pytest.importorskip("typer", reason="typer is an extra")
-pytest.importorskip("rich", reason="rich is an extra")
-from typer.testing import CliRunner  # noqa: E402
-
-from octavo.bench import matrix, measure, records  # noqa: E402
-from octavo.bench.cases import Case  # noqa: E402
-from octavo.bench.peers import PEERS, Peer  # noqa: E402
-from octavo.bench.records import read_records  # noqa: E402
-from octavo.cli.main import app  # noqa: E402
-from octavo.device import Device  # noqa: E402
-from octavo.errors import InvalidInput  # noqa: E402
+from octavo.bench import matrix, measure, records
+from octavo.bench.cases import Case
+from octavo.bench.peers import PEERS, Peer
+from octavo.bench.records import read_records
+from octavo.cli.main import app
+from octavo.device import Device
+from octavo.errors import InvalidInput
 
 H200 = Device.named("h200")
 SMALL = (
@@ -196,7 +193,7 @@ def test_a_record_cut_anywhere_is_cut_off_and_measured_again():
     lines = Path("r.jsonl").read_bytes().splitlines(keepends=True)
     for cut in (1, 9, lines[-1].index(b"}") + 1, len(lines[-1]) - 2):
         Path("r.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:cut])
-        assert len(records.RecordFile("r.jsonl").done()) == 2, cut
+        assert len(records.RecordFile("r.jsonl").there()) == 2, cut
         assert Path("r.jsonl").read_bytes() == b"".join(lines[:-1])
 
 

@@ -184,7 +184,7 @@ def test_a_checkpoint_declares_its_scales(model_folder, tmp_path, granularity):
     out = tmp_path / "scaled"
     write_checkpoint(found, model_folder, out)
     scales = checkpoint.read(out, None, 2, "auto")
-    assert scales.scheme == "fp8_e4m3" and scales.reasons == [] and scales.granularity == granularity
+    assert scales.declared is not None and scales.declared.reasons == () and scales.granularity == granularity
     for layer in range(2):
         assert torch.equal(scales.k[layer], torch.tensor(found.layers[layer]["k"]["scale"]))
         assert torch.equal(scales.v[layer], torch.tensor(found.layers[layer]["v"]["scale"]))

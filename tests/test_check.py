@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
 
-pytest.importorskip("typer", reason="typer is an extra")
-pytest.importorskip("rich", reason="rich is an extra")
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from rich.text import Text  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
-from octavo.cli.main import app  # noqa: E402
-from octavo.cli.progress import for_tables, show_table  # noqa: E402
-from octavo.reference import decode as reference_decode  # noqa: E402
-from octavo.testing import indexer_support, support  # noqa: E402
-from octavo.testing.grid import AXES, HOPPER_AXES, grid  # noqa: E402
+from octavo.cli.main import app
+from octavo.cli.progress import for_tables, show_table
+from octavo.reference import decode as reference_decode
+from octavo.testing import indexer_support, support
+from octavo.testing.grid import AXES, HOPPER_AXES, grid
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from octavo.cli import demo_view  # noqa: E402
 from octavo.cli.main import app  # noqa: E402
 from octavo.cli.target import target_device  # noqa: E402
 from octavo.errors import InvalidInput  # noqa: E402
-from octavo.quality import smollm2, trial  # noqa: E402
+from octavo.quality import score, smollm2, trial  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_a_folder_without_weights_is_exit_code_2(model_folder: Path, tmp_path: P
 
 def test_a_window_longer_than_the_context_is_exit_code_2(model_folder: Path) -> None:
     code, _, err = demo("--model", model_folder)  # windows of 1,024; the model has 256
-    assert code == 2 and "context must hold a window of 1024 tokens; came 256" in err.splitlines()[-1]
+    assert code == 2 and "context holds 256 tokens; came 1024" in err.splitlines()[-1]
 
 
 def test_an_uninstalled_model_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_texts_part_at_a_word() -> None:
 
 
 def test_common_beginnings() -> None:
-    assert trial.common("abc", "abd") == 2 and trial.common("abc", "ab") == 2 and trial.common([], [1]) == 0
+    assert score.common("abc", "abd") == 2 and score.common("abc", "ab") == 2 and score.common([], [1]) == 0
 
 
 def test_a_device_that_is_not_there() -> None:

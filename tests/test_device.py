@@ -69,6 +69,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A10", "a10"),
         ("NVIDIA GB10", "gb10"),
+        ("NVIDIA GB200", "b200"),
     ],
 )
 def test_properties_become_facts(name: str, known: str) -> None:

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-pytest.importorskip("typer", reason="typer is an extra")
-from typer.testing import CliRunner  # noqa: E402
-
-from octavo.bench.engines import in_sglang, in_vllm, sides, steps  # noqa: E402
-from octavo.cli.main import app  # noqa: E402
-from octavo.errors import InvalidInput  # noqa: E402
+from octavo.bench.engines import in_sglang, in_vllm, sides, steps
+from octavo.cli.main import app
+from octavo.errors import InvalidInput
 
 
 def bench(*arguments: str) -> tuple[int, str, str]:

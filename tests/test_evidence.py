@@ -256,8 +256,9 @@ def test_a_bad_file_of_records_is_one_line(tmp_path, monkeypatch, content, why):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("{", "one JSON object"),
-        ("[]", "no model, variants"),
+        ("{", "readable JSON file"),
+        ("[]", "a JSON object; came list"),
+        ("{}", "no model, variants"),
         (json.dumps(accuracy(schema=2)), "schema 2"),
         (json.dumps({k: v for k, v in accuracy().items() if k != "sides"}), "no sides"),
         (json.dumps(accuracy(model=5)), "model of another kind"),
@@ -272,8 +273,8 @@ def test_a_bad_file_of_records_is_one_line(tmp_path, monkeypatch, content, why):
             "row 0 of retrieval",
         ),
         (json.dumps(accuracy(environment={"gpu": None})), "environment of another kind"),
-        ("[" * 100_000, "one JSON object"),
-        ('{"schema": ' + "1" * 5000 + "}", "one JSON object"),
+        ("[" * 100_000, "readable JSON file"),
+        ('{"schema": ' + "1" * 5000 + "}", "readable JSON file"),
     ],
 )
 def test_a_bad_accuracy_file_is_one_line(tmp_path, content, why):

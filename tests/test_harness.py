@@ -59,7 +59,6 @@ def test_metrics_have_their_errors():
 
 
 def test_without_lm_eval_the_command_says_how_to_get_it(monkeypatch, tmp_path, model_folder):
-    pytest.importorskip("typer", reason="typer is an extra")
     from typer.testing import CliRunner
 
     from octavo.cli.main import app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import octavo
 from octavo import AttentionSpec, InvalidInput
 from octavo.reference.attention import alibi_slopes
-from octavo.testing.compare import errors, exact
+from octavo.testing.compare import errors, exact, plain_bf16
 from octavo.testing.inputs import make_batch, slots_of
 
 
@@ -106,6 +107,20 @@ def test_equals_torch_sdpa():
 def test_every_output_dtype_is_as_near_as_bf16_attention(out_dtype):
     batch = make_batch(AttentionSpec(8, 2, 64, out_dtype=out_dtype), [1, 64, 130], [1, 1, 40])
     assert errors(batch, batch.run()).within(1.1)
+
+
+def test_an_e4m3_query_has_a_scale_a_head():
+    """As many heads as head_dim: a scale along the wrong dimension would not show in the shapes."""
+    batch = make_batch(AttentionSpec(32, 8, 32, query_dtype="fp8_e4m3"), [1, 70], [1, 3])
+    batch.arguments["q_scale"] = torch.linspace(0.05, 2, 32)
+    assert torch.equal(plain_bf16(batch), plain_bf16(unscaled(batch)))
+    assert errors(batch, batch.run()).within(1.1)
+
+
+def unscaled(batch):
+    """The batch with its query as fp32 numbers, the scale of each head in them."""
+    q = batch.q.float() * batch.arguments["q_scale"][:, None]
+    return replace(batch, spec=replace(batch.spec, query_dtype="float32"), q=q)
 
 
 def test_no_key_to_attend_to_gives_zero_and_minus_infinity():

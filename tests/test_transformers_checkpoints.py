@@ -72,7 +72,7 @@ def test_explicit_wins_and_auto_follows_the_checkpoint(tmp_path, caplog, format,
     caplog.set_level(logging.INFO, logger="octavo")
     model = checkpoint(tmp_path, format, both(0.25, 0.5) if declare else None, declare)
     if declare and asked == "fp8_e5m2":
-        with pytest.raises(Unsupported, match="made for fp8_e4m3.*kv_cache_dtype is fp8_e5m2"):
+        with pytest.raises(Unsupported, match="made for fp8_e4m3.*kv cache dtype is fp8_e5m2"):
             enable(model, asked, page_size=32)
         handle = enable(model, asked, page_size=32, k_scale=1.0, v_scale=1.0)  # its own scales
         assert handle.caches[0].k_scale is not None and float(handle.caches[0].k_scale) == 1.0

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-pytest.importorskip("typer", reason="typer is an extra")
-from typer.testing import CliRunner  # noqa: E402
-
-from octavo import Attention, choose  # noqa: E402
-from octavo.cli.main import app  # noqa: E402
-from octavo.errors import InvalidInput  # noqa: E402
-from octavo.spec import AttentionSpec  # noqa: E402
-from octavo.warmup import sizes, warm, watched  # noqa: E402
+from octavo import Attention, choose
+from octavo.cli.main import app
+from octavo.errors import InvalidInput
+from octavo.spec import AttentionSpec
+from octavo.warmup import sizes, warm, watched
 
 SPEC = AttentionSpec(4, 2, 64)
 SMALL = {"max_batch": 5, "max_query_tokens": 40, "max_context": 256}
@@ -71,7 +69,8 @@ def test_bounds_must_be_positive():
 
 
 def test_what_triton_compiles_is_counted_and_the_listener_put_back():
-    knobs = pytest.importorskip("triton").knobs
+    from triton import knobs
+
     heard: list[bool] = []
     knobs.compilation.listener = lambda **event: heard.append(event["cache_hit"])
     try:
@@ -115,6 +114,9 @@ def test_an_indexer_is_warmed_too():
     assert latent["calls"] > 0
     code, out, _ = warmup("deepseek-v3.2", "--tp", "8")
     assert "indexer, reference: 0 kernels compiled" in out
+    assert warmup("deepseek-v3.2", "--tp", "8", "--backend", "reference")[0] == 0
+    code, out, err = warmup("deepseek-v3.2", "--tp", "8", "--backend", "triton")
+    assert code == 2 and not out and "cannot run" in err
 
 
 def test_a_refused_plan_is_exit_code_2_with_its_reasons():

@@ -5,30 +5,23 @@ The file may be anybody's: every value that is shown is checked for its type bef
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..configs import read_json
 from ..errors import InvalidInput
 
-SCHEMA = 1
+SCHEMA = 1  # of what octavo accuracy writes
 _NEEDED = ("model", "variants", "sides", "text", "retrieval", "environment")
 _OF_EVERY_SIDE, _OF_VARIANTS = ("perplexity",), ("change", "kl", "same_top")
 
 
 def read_accuracy(path: Path) -> dict[str, Any]:
     """The results in the file. InvalidInput, in one line, where it is not a file of octavo accuracy."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} must be a readable JSON file", str(error)) from error
-    except json.JSONDecodeError as error:
-        raise InvalidInput(f"{path} must hold one JSON object", f"{error.msg} in line {error.lineno}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise InvalidInput(f"{path} must hold one JSON object", str(error)) from error
-    missing = [name for name in _NEEDED if not isinstance(found, dict) or name not in found]
+    found = read_json(path)
+    missing = [name for name in _NEEDED if name not in found]
     if missing or found.get("schema") != SCHEMA:
         what = f"no {', '.join(missing)}" if missing else f"schema {found.get('schema')!r}"
         raise InvalidInput(f"{path} must be a file of octavo accuracy, schema {SCHEMA}", what)

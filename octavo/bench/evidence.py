@@ -15,7 +15,7 @@ from typing import Any
 
 from ..backends import BY_NAME
 from ..choose import choose
-from ..device import KNOWN, Device
+from ..device import KNOWN, Device, known_gpu
 from ..errors import OctavoError
 from ..formats import TORCH_DTYPES
 from ..spec import LAYOUTS, AttentionSpec
@@ -355,10 +355,9 @@ def plans(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def _device(env: dict[str, str]) -> Device | None:
-    """The known device that a record's GPU name speaks of ("NVIDIA H200" is h200); the CPU for "none"; else None."""
-    words = env.get("gpu", "none").lower().replace("rtx ", "rtx").replace("-", " ").split()
-    words += [word[1:] for word in words if word.startswith("g") and word not in KNOWN]  # gb200 has a b200
-    return KNOWN["cpu"] if words == ["none"] else next((d for name, d in KNOWN.items() if name in words), None)
+    """The known device that a record's GPU name speaks of; the CPU for "none"; else None."""
+    gpu = env.get("gpu", "none")
+    return KNOWN["cpu"] if gpu == "none" else known_gpu(gpu)
 
 
 def spec_of(record: Record) -> AttentionSpec | None:

@@ -21,7 +21,7 @@ from .peers import PEERS
 from .records import Record, environment
 from .roofline import Ceilings, measure_ceilings
 from .sides import AttentionInputs, Side, octavo_side
-from .timing import time_calls
+from .timing import Timing, time_calls
 
 FAILED = "failed: "
 WRONG = 0.1  # a relative error that no rounding explains: e4m3 query and P give 0.04
@@ -85,11 +85,18 @@ def cell(case: Any, backend: str, run: str, ceilings: Ceilings | None, env: dict
 
 
 def record_of(
-    fields: dict[str, Any], make: Callable[[], Side], device: torch.device, seconds: float, wrong: float
+    fields: dict[str, Any],
+    make: Callable[[], Side],
+    device: torch.device,
+    seconds: float,
+    wrong: float,
+    *,
+    time: Callable[..., Timing] | None = None,
 ) -> Record:
     """The record with `fields` of the side that `make` makes: its time once it is right; else why there is none.
 
-    wrong: a relative error from which on a result is not timed.
+    wrong: a relative error from which on a result is not timed. time: what takes the place of `time_calls`.
+    Raises DeviceLost where the device went with it.
     """
     # Another library refuses in its own ways, and at any point.
     peer = fields["backend"] in PEERS
@@ -100,7 +107,7 @@ def record_of(
         rel, rel_bf16 = checked(side)
         if rel is not None and not rel < wrong:
             return Record(**fields, rel_err=rel, rel_err_bf16=rel_bf16, error=f"wrong: relative error {rel:.3g}")
-        timing = time_calls(side.calls, device, seconds=seconds)
+        timing = (time or time_calls)(side.calls, device, seconds=seconds)
     except Exception as error:  # a kernel that does not compile is one failed cell, not the end of the matrix
         said = "" if isinstance(error, refusals) else FAILED
         record = Record(**fields, error=f"{said}{type(error).__name__}: {without_folders(str(error))}"[:2000])

@@ -119,10 +119,6 @@ class RecordFile:
         except OSError as error:  # a disk that is full
             raise InvalidInput(f"{self.path} must be writable", error.strerror) from error
 
-    def done(self) -> set[tuple[str, str]]:
-        """(case, backend) of the records that are there."""
-        return set(self.there())
-
     def there(self) -> dict[tuple[str, str], Record]:
         """The last record of each case and backend, for a run that goes on where it was interrupted.
 

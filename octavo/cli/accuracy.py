@@ -128,7 +128,7 @@ class _Run:
         """Read model and text and make the twins; all that can be refused without the one before is refused first."""
         from ..bench import report
         from ..quality import load
-        from ..quality.accuracy import Subject, calibrated, check_context, context_of, from_file, variants
+        from ..quality.accuracy import Subject, calibrated, from_file, variants
         from ..quality.calibrate import has_latent
         from ..quality.text import check_file
         from ..quality.text import windows as text_windows
@@ -145,8 +145,8 @@ class _Run:
         with progress.status("Starting") as status:
             say = saying(progress, status)
             loaded = load.load(model, say)
-            check_context(context_of(loaded.model), self.size.length)
-            self.contexts = self._held(loaded, context_of(loaded.model))
+            load.check_context(load.context_of(loaded.model), self.size.length)
+            self.contexts = self._held(loaded, load.context_of(loaded.model))
             latent = has_latent(loaded.model)
             chosen["granularities"] = chosen["granularities"] or [n for n in ALL if not (latent and n == "head")]
             if latent and scales == "auto":
@@ -175,7 +175,7 @@ class _Run:
     def _held(self, loaded: LoadedModel, most: int | None) -> tuple[int, ...]:
         """The retrieval contexts: those asked for, each of which must hold the question, else what the model holds."""
         from ..quality import retrieval
-        from ..quality.accuracy import check_context
+        from ..quality.load import check_context
 
         told = self.size.contexts is not None
         contexts = self.size.contexts if self.size.contexts is not None else _contexts(most, self.device.type)

@@ -78,7 +78,6 @@ def _run(
 ) -> Calibration:
     from ..bench import report
     from ..quality import load
-    from ..quality.accuracy import check_context, context_of
     from ..quality.calibrate import Calibration, check_plain, sensitivity
     from ..quality.calibrate import calibrate as measure
     from ..quality.scaled_checkpoint import write_checkpoint
@@ -98,7 +97,7 @@ def _run(
         check_plain(loaded.model)
         source = _checkpoint_folder(loaded, outs, options)
         count, length = size
-        check_context(context_of(loaded.model), length)
+        load.check_context(load.context_of(loaded.model), length)
         text = text_windows(data, loaded.tokenizer, count, length)
     subject = loaded.model.to(on)
     with bar(progress, "Calibrating", 2 * text.tokens.numel()) as advance:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .progress import bar, quiet, saying
+from .progress import bar, for_messages, quiet, saying
 
 if TYPE_CHECKING:
     from ..quality.text import Windows
@@ -43,9 +43,7 @@ def demo(
 
     Exit code 1 if a check fails, 2 for a model or text that cannot be read, 130 if interrupted.
     """
-    from rich.console import Console
-
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     try:
         results = _run(model, text, kv_cache_dtype, windows, device, out, quick, as_json, progress)
     except KeyboardInterrupt:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..notices import log
+
 
 def for_messages() -> Any:
     """A rich Console on stderr that shows what it is given as it is: names of files may look like markup."""
@@ -85,7 +87,6 @@ def quiet() -> None:
     huggingface_hub.utils.logging.set_verbosity_error()  # a hub out of reach is our one line, not its twelve
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    log = logging.getLogger("octavo")
     if not log.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("octavo: %(message)s"))

@@ -76,7 +76,8 @@ def _as_typed(files: list[Path]) -> list[str]:
 def _write_document(path: Path, files: list[Path], found: Evidence) -> None:
     """The document and its figures; figures of an earlier one that it does not show are taken away."""
     from ..bench import report as pages
-    from ..bench.evidence_document import FIGURE_NAMES, document
+    from ..bench.evidence_document import document
+    from ..bench.evidence_text import FIGURE_NAMES
 
     made = document(found, f"octavo report {' '.join(_as_typed(files))} --document {path}")
     folder = path.expanduser().absolute().parent / "figures"

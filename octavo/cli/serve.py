@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InvalidInput
 from ..spec import one_of
-from .progress import quiet, saying
+from .progress import for_messages, quiet, saying
 from .target import target_device
 
 if TYPE_CHECKING:
@@ -96,12 +96,10 @@ def serve(
 
 
 def _run(options: ServeOptions) -> int:
-    from rich.console import Console
-
     from ..serve import server
 
     quiet()
-    progress = Console(stderr=True, highlight=False)
+    progress = for_messages()
     status: Any = progress.status("Starting") if progress.is_terminal else nullcontext()
     with status as line:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, first_line
 
 
 def target_device(name: str) -> torch.device:
@@ -23,5 +23,5 @@ def _why() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f": {str(error).splitlines()[0]}"
+        return f": {first_line(error)}"
     return ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from ..choose import layer_ranges
-from ..errors import OctavoError, Unsupported
-from .explain import plan
+from ..errors import OctavoError, Unsupported, first_line
+from .explain import indexer_plan, plan
 from .progress import bar, for_messages
+
+Plan = TypeVar("Plan")
 
 
 def warmup(
@@ -34,7 +35,6 @@ def warmup(
     """
     from ..configs import load_config
     from ..device import Device
-    from ..indexer_choose import choose_indexer
     from ..models import model_kinds
     from ..warmup import calls, indexer_calls
     from .target import target_device
@@ -43,27 +43,32 @@ def warmup(
     on = target_device(device)
     fields: dict[str, Any] = {"page_size": page_size, "max_query_len": query_len, "layout": "nhd"}
     shape = model_kinds(load_config(model), tp=tp, kv_dtype=kv_cache_dtype, name=model, **fields)
-    bounds = {"max_batch": max_batch, "max_query_tokens": max_tokens, "max_context": max_context}
+    bounds = (max_batch, max_tokens, max_context)
     results = []
-    for kind in shape.kinds:
-        planned = plan(kind, Device.of(on), layout, backend)
-        if isinstance(planned.outcome, Unsupported):
-            raise planned.outcome
+    choices = [_granted(plan(kind, Device.of(on), layout, backend).outcome) for kind in shape.kinds]
+    indexer = _granted(indexer_plan(shape, Device.of(on), backend))
+    for kind, choice in zip(shape.kinds, choices, strict=True):
         name = f"{kind.name} (layers {layer_ranges(kind.layers)})"
-        made = calls(planned.outcome, on, *bounds.values())
-        backends = {planned.outcome.prefill.backend, planned.outcome.decode.backend}
+        made = calls(choice, on, *bounds)
+        backends = {choice.prefill.backend, choice.decode.backend}
         results.append({"kind": kind.name, "layers": list(kind.layers), **_warmed(name, backends, made, on, progress)})
         if not as_json:
             typer.echo(_line(name, results[-1]))
-    if shape.indexer is not None:
-        spec = replace(shape.indexer, max_query_len=query_len, page_size=page_size)
-        made = indexer_calls(spec, on, *bounds.values())
-        backends = {choice.backend for choice in choose_indexer(spec, Device.of(on)).operations.values()}
+    if indexer is not None:
+        made = indexer_calls(indexer.spec, on, *bounds, backend)
+        backends = {choice.backend for choice in indexer.operations.values()}
         results.append({"kind": "indexer", "layers": [], **_warmed("indexer", backends, made, on, progress)})
         if not as_json:
             typer.echo(_line("indexer", results[-1]))
     if as_json:
         typer.echo(json.dumps({"model": shape.name, "kinds": results}, indent=2))
+
+
+def _granted(outcome: Plan | Unsupported) -> Plan:
+    """A plan, or raise what refuses it: before anything is compiled."""
+    if isinstance(outcome, Unsupported):
+        raise outcome
+    return outcome
 
 
 def _warmed(name: str, backends: set[str], made: list[Any], device: Any, progress: Any) -> dict[str, Any]:
@@ -79,8 +84,7 @@ def _warmed(name: str, backends: set[str], made: list[Any], device: Any, progres
     except OctavoError:
         raise
     except Exception as error:  # whatever a compiler or a launch raises is, to the user, a plan that cannot run
-        first = (str(error).splitlines() or [""])[0]
-        typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first}", err=True)
+        typer.echo(f"octavo: {name} does not run: {type(error).__name__}: {first_line(error)}", err=True)
         for note in getattr(error, "__notes__", ()):
             typer.echo(note, err=True)
         raise typer.Exit(1) from error

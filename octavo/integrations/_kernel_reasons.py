@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..backends import BACKENDS, PHASES
-from ..choose import choose, merge_phases, phrase, verdicts
+from ..choose import choose, merge_reasons, phrase, verdicts
 from ..device import Device
 from ..errors import Unsupported
 from ..spec import AttentionSpec
@@ -27,5 +27,5 @@ def kernel_reasons(spec: AttentionSpec, device: Device) -> list[str]:
         f"{backend.name}: {phrase(*pair)}"
         for backend in BACKENDS
         if backend.name != "reference"
-        for pair in merge_phases({p: against[p][backend.name].reasons if p in against else () for p in PHASES})
+        for pair in merge_reasons({p: against[p][backend.name].reasons if p in against else () for p in PHASES})
     ]

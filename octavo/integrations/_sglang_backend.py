@@ -201,12 +201,7 @@ class OctavoAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """q [T, Hq * D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq * Dv]; k and v None: the layer shares another's."""
-        made = self._layer(layer, kwargs)
-        rows = q.numel() // (made.spec.num_q_heads * made.spec.head_dim)
-        out = torch.empty((rows, layer.tp_q_head_num * layer.v_head_dim), dtype=self._dtype, device=self._device)
-        if save_kv_cache and k is not None:
-            self._append(made, k, v, forward_batch.out_cache_loc)
-        return self._attend(made, q, out, kwargs.get("sinks"))
+        return self._forward(q, k if save_kv_cache else None, v, layer, forward_batch, kwargs, None)
 
     def forward_extend(
         self,
@@ -219,17 +214,28 @@ class OctavoAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """As forward_decode, for prompts and for drafts under verification; written where a graph wants it."""
-        made = self._layer(layer, kwargs)
-        rows, columns = (
-            q.numel() // (made.spec.num_q_heads * made.spec.head_dim),
-            layer.tp_q_head_num * layer.v_head_dim,
-        )
         out = getattr(forward_batch, "_attn_output", None)
+        return self._forward(q, k if save_kv_cache else None, v, layer, forward_batch, kwargs, out)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        arguments: dict[str, Any],
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Append k and v, if any, and attend; `out`: where to, if it is of the result's size and dtype."""
+        made = self._layer(layer, arguments)
+        rows = q.numel() // (made.spec.num_q_heads * made.spec.head_dim)
+        columns = layer.tp_q_head_num * layer.v_head_dim
         if out is None or out.numel() != rows * columns or out.dtype != self._dtype or not out.is_contiguous():
             out = torch.empty((rows, columns), dtype=self._dtype, device=self._device)
-        if save_kv_cache and k is not None:
+        if k is not None:
             self._append(made, k, v, forward_batch.out_cache_loc)
-        return self._attend(made, q, out.view(rows, columns), kwargs.get("sinks"))
+        return self._attend(made, q, out.view(rows, columns), arguments.get("sinks"))
 
     def _layer(self, module: Any, arguments: dict[str, Any]) -> Layer:
         """The layer; refuses arguments of a forward call that would change its result."""

@@ -62,6 +62,8 @@ def enable_indexer(
     cache_dtype: of the keys: fp8_e4m3, or float32, over which scores are computed in fp32 by torch.
     scale_format: fp32, or pow2 (rounded up to a power of two, as DeepSeek's checkpoints are trained with).
     backend: gluon, triton or reference, which then runs or is refused; None: the first that may.
+
+    Raises Unsupported for a model without such indexers and InvalidInput for an unknown name.
     """
     decoder = _decoder(model)
     kind = decoder.config.model_type

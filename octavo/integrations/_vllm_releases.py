@@ -24,10 +24,12 @@ class Release:
     Attributes:
         version: major and minor.
         memory: how a backend of it describes its cache: a base class.
+        v2_masks: whether parallel drafting appends mask tokens in the V2 model runner too.
     """
 
     version: str
     memory: type
+    v2_masks: bool
 
 
 class ShapeAndOrder:
@@ -69,7 +71,7 @@ class NamedLayouts:
         return replace(spec, block_stride_alignment=ALIGNMENT)
 
 
-RELEASES = (Release("0.26", ShapeAndOrder), Release("0.33", NamedLayouts))
+RELEASES = (Release("0.26", ShapeAndOrder, v2_masks=True), Release("0.33", NamedLayouts, v2_masks=False))
 
 
 def release_of(version: str) -> Release | None:
@@ -91,13 +93,14 @@ def kernel_block(block_size: int) -> int | None:
 def decode_rows(vllm_config: Any) -> int:
     """Most query rows of a sequence that is a decode: its token and its draft tokens.
 
-    Parallel drafting of the V1 runner appends as many mask tokens again.
+    Parallel drafting appends as many mask tokens again; in the V2 runner, of some releases alone.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     drafts = (speculative.num_speculative_tokens or 0) if speculative is not None else 0
     parallel = drafts and getattr(speculative, "parallel_drafting", False)
-    v1_alone = release_of(version()) is not RELEASES[0]
-    return 1 + drafts * (2 if parallel and not (v1_alone and vllm_config.use_v2_model_runner) else 1)
+    release = release_of(version())
+    masks = parallel and ((release is not None and release.v2_masks) or not vllm_config.use_v2_model_runner)
+    return 1 + drafts * (2 if masks else 1)
 
 
 def device_decides_rows(vllm_config: Any) -> bool:

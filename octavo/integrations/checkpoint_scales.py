@@ -5,19 +5,17 @@ Both store scales with x = stored * scale, the convention of this library.
 
 from __future__ import annotations
 
-import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..configs import checkpoint_kv, load_config, read_json
-from ..errors import InvalidInput, Unsupported
+from ..configs import DeclaredCache, checkpoint_kv, load_config, read_json
+from ..errors import InvalidInput
 from ..formats import check_scale
-
-log = logging.getLogger("octavo")
+from ..notices import log
 
 # layers.3.self_attn.k_scale (compressed-tensors), .self_attn.k_proj.k_scale (ModelOpt), .self_attn.attn.k_scale (vLLM)
 _SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
@@ -30,22 +28,13 @@ class CheckpointScales:
     """What a checkpoint says about its KV cache.
 
     Attributes:
-        source: where it was read, for messages.
-        scheme: "fp8_e4m3" where an FP8 KV cache is declared; None where nothing is.
-        reasons: why a declared scheme cannot be followed; empty if it can.
+        declared: what its config declares, or that its tensors hold scales; None where neither speaks of the cache.
         k, v: fp32 scales by layer, [] or [Hk].
     """
 
-    source: str = "the checkpoint"
-    scheme: str | None = None
-    reasons: list[str] = field(default_factory=list)
+    declared: DeclaredCache | None = None
     k: dict[int, torch.Tensor] = field(default_factory=dict)
     v: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def declares(self) -> bool:
-        """Whether the checkpoint speaks of its KV cache at all."""
-        return bool(self.scheme or self.reasons or self.k or self.v)
 
     @property
     def granularity(self) -> str:
@@ -59,13 +48,10 @@ def read(folder: Path | None, config: Any, num_kv_heads: int, asked: str) -> Che
     config: the loaded model's config, asked where the folder has no config.json. asked: the kv_cache_dtype wanted; the
     scales themselves are read (and checked) only where an FP8 cache would use them.
     """
-    found = CheckpointScales()
-    declared = checkpoint_kv(_config(folder, config))
-    if declared is not None:
-        found.source, found.reasons = declared.source, list(declared.reasons)
-        found.scheme = None if declared.reasons else "fp8_e4m3"
-    wanted = asked.startswith("fp8") or (asked == "auto" and found.scheme is not None)
-    if folder is not None and wanted and not found.reasons:
+    found = CheckpointScales(checkpoint_kv(_config(folder, config)))
+    followed = found.declared is None or not found.declared.reasons
+    wanted = asked.startswith("fp8") or (asked == "auto" and found.declared is not None)
+    if folder is not None and wanted and followed:
         _read_tensors(folder, found, num_kv_heads)
     return found
 
@@ -80,27 +66,26 @@ def _config(folder: Path | None, config: Any) -> dict[str, Any]:
 def choose_dtype(asked: str, model_dtype: str, found: CheckpointScales, explicit_scales: bool) -> str:
     """The cache's dtype: as asked, or with "auto" what the checkpoint declares, else the model's; one log line.
 
-    Raises Unsupported where "auto" cannot follow the checkpoint, and for e5m2 with scales that are e4m3's. An explicit
-    FP8 cache on a scheme that cannot be followed leaves its scales unused, which is said.
+    Raises Unsupported as `DeclaredCache.dtype` does; for e5m2, unless all scales are given. An explicit FP8 cache on a
+    scheme that cannot be followed leaves its scales unused, which is said.
     """
-    if asked == "auto":
-        if found.reasons:
-            raise Unsupported(f"{found.source} cannot be followed", found.reasons, f"kv_cache_dtype={model_dtype!r}")
-        if found.scheme:
-            log.info("kv_cache_dtype=auto: %s, as %s declares", found.scheme, found.source)
-            return found.scheme
+    declared = found.declared
+    if declared is None:
+        if asked != "auto":
+            return asked
         log.info("kv_cache_dtype=auto: %s, the model's, as the checkpoint declares no KV-cache scheme", model_dtype)
         return model_dtype
-    if asked.startswith("fp8") and found.reasons:
-        log.warning("kv_cache_dtype=%s, as asked; its scales are 1.0 unless given: %s", asked, "; ".join(found.reasons))
+    dtype = asked if explicit_scales and asked != "auto" else declared.dtype(asked)
+    if asked == "auto":
+        log.info("kv_cache_dtype=auto: %s, as %s declares", dtype, declared.source)
+    elif declared.reasons and asked.startswith("fp8"):
+        why = "; ".join(declared.reasons)
+        log.warning("kv_cache_dtype=%s, as asked; its scales are 1.0 unless given: %s", asked, why)
         found.k.clear()
         found.v.clear()
-    elif asked.startswith("fp8") and asked != "fp8_e4m3" and found.declares and not explicit_scales:
-        reason = f"the checkpoint's scales are made for fp8_e4m3 ({found.source}); kv_cache_dtype is {asked}"
-        raise Unsupported(f"{asked} cannot use the checkpoint's scales", [reason], "kv_cache_dtype='fp8_e4m3'")
-    if found.scheme and asked != found.scheme:
-        log.info("kv_cache_dtype=%s, as asked; %s declares %s", asked, found.source, found.scheme)
-    return asked
+    elif not declared.reasons and asked != "fp8_e4m3":
+        log.info("kv_cache_dtype=%s, as asked; %s declares fp8_e4m3", asked, declared.source)
+    return dtype
 
 
 def per_layer(
@@ -154,7 +139,7 @@ def folder_of(model: Any) -> Path | None:
 
 
 def _read_tensors(folder: Path, found: CheckpointScales, num_kv_heads: int) -> None:
-    """Fill found.k and found.v from the folder's safetensors files, opening only those that hold scales."""
+    """Fill `found` from the folder's safetensors files, opening only those that hold scales."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return
@@ -172,8 +157,11 @@ def _read_tensors(folder: Path, found: CheckpointScales, num_kv_heads: int) -> N
                     layer, kind = int(match[1]), match[2]
                     scale = _scale(key, tensors.get_tensor(key), num_kv_heads)
                     (found.k if kind == "k" else found.v)[layer] = scale
+                    found.declared = found.declared or DeclaredCache("the checkpoint")
                 elif _ZERO_POINT.search(key) and bool((tensors.get_tensor(key).to(torch.float32) != 0).any()):
-                    found.reasons.append(f"the KV cache must be symmetric; {key} is not 0")
+                    declared = found.declared or DeclaredCache("the checkpoint")
+                    reason = f"the KV cache must be symmetric; {key} is not 0"
+                    found.declared = replace(declared, reasons=(*declared.reasons, reason))
 
 
 def _scale(key: str, stored: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

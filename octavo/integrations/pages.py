@@ -91,7 +91,7 @@ class PagePool:
 def _copy_pages(source: PagedCache, target: PagedCache, from_pages: torch.Tensor, to_pages: torch.Tensor) -> None:
     from_pages, to_pages = from_pages.to(source.device), to_pages.to(source.device)
     target.k[to_pages] = source.k[from_pages]
-    if not source.spec.mla:  # an MLA value is the head of its key
+    if not source.spec.mla:  # an MLA value is a part of its key
         target.v[to_pages] = source.v[from_pages]
     if source.spec.fp8 and source.spec.scale_granularity == "token_head":
         for name in ("k_scale",) if source.spec.mla else ("k_scale", "v_scale"):

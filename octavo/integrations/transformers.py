@@ -69,6 +69,7 @@ def enable(
     model: a causal model of one of FAMILIES, in eval mode; an earlier enable of it is replaced.
     kv_cache_dtype: fp8_e4m3, fp8_e5m2, bfloat16, float16, float32, or "auto": what the checkpoint declares, else the
         model's dtype. Anything explicit wins over the checkpoint.
+    page_size: tokens a page.
     layout: leaf, nhd or hnd; None: leaf where it can hold the cache, else nhd.
     scale_granularity: tensor, head or token_head; None: the checkpoint's, else tensor.
     k_scale, v_scale: a number or [Hk] tensor for all layers, a list, or a dict by layer; None: the checkpoint's, else
@@ -321,7 +322,7 @@ def _cache_maker(
     if first.fp8 and first.scale_granularity != "token_head":
         heads = first.num_kv_heads * attending.shard.size
         shape = () if first.scale_granularity == "tensor" else (heads,)
-        expected = found.declares or any(scale is not None for scale in given)
+        expected = found.declared is not None or any(scale is not None for scale in given)
         for which, (name, read) in enumerate((("k_scale", found.k), ("v_scale", found.v))):
             if not (first.mla and name == "v_scale"):  # a latent has one scale
                 whole = checkpoint.per_layer(name, given[which], read, len(specs), shape, expected=expected)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
+from ..bench.accuracy_file import SCHEMA
 from ..errors import InvalidInput
 from . import passes, retrieval
-from .load import LoadedModel
+from .load import LoadedModel, check_context, context_of, measured
 from .text import Windows
-from .trial import FLOAT32_PARAMETERS, SIXTEEN
-
-SCHEMA = 1
+from .trial import SIXTEEN
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,8 @@ class Subject:
     def __init__(self, loaded: LoadedModel, variants: Sequence[Variant], device: torch.device) -> None:
         from ..integrations import transformers as plugin
 
-        model = loaded.model.to(device)
-        sixteen = "float16" if model.dtype == torch.float16 else "bfloat16"
-        self.loaded, self.parameters = loaded, sum(p.numel() for p in model.parameters())
-        if device.type == "cpu" and self.parameters <= FLOAT32_PARAMETERS:
-            model = model.float()
+        model, sixteen = measured(loaded, device)
+        self.loaded = loaded
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.variants = list(dict.fromkeys(variants))
         self._sixteen = passes.twin(model)
@@ -123,7 +119,7 @@ class Subject:
             "model": {
                 "name": self.loaded.name,
                 "source": self.loaded.source,
-                "parameters": self.parameters,
+                "parameters": self.loaded.parameters,
                 "layers": len(self.sixteen.specs),
                 "dtype": self.dtype,
             },
@@ -141,18 +137,6 @@ class Subject:
             ],
             "bytes_per_token_16_bit": self.sixteen.bytes_per_token,
         }
-
-
-def context_of(model: Any) -> int | None:
-    """Tokens that the model's config says it holds; None where it says nothing."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) else None
-
-
-def check_context(most: int | None, length: int) -> None:
-    """Raise InvalidInput for more tokens than a model's context holds."""
-    if most is not None and length > most:
-        raise InvalidInput(f"the model's context holds {most} tokens", length)
 
 
 def variants(

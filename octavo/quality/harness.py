@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, first_line
 from . import passes
 
 CHUNK, TAIL = 128, 8
@@ -47,8 +47,7 @@ def evaluate(
                 log_samples=False,
             )
         except (OSError, ValueError) as error:  # a data set that cannot be fetched, a task that does not fit the model
-            what = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InvalidInput(f"lm-eval cannot run {', '.join(tasks)}", what) from error
+            raise InvalidInput(f"lm-eval cannot run {', '.join(tasks)}", first_line(error)) from error
         for task, metrics in (found or {})["results"].items():
             results.setdefault(task, {})[side.name] = _metrics(metrics)
     return results

@@ -7,8 +7,9 @@ of one window are not independent, so resampling tokens would give an interval t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -109,3 +110,8 @@ def log_histogram(values: torch.Tensor, low: float, high: float, bins: int) -> t
     flat = values.detach().to("cpu", torch.float64).flatten()
     index = (torch.bucketize(flat, edges, right=True) - 1).clamp(0, bins - 1)
     return edges.tolist(), torch.bincount(index, minlength=bins).tolist()
+
+
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many first elements of two sequences are equal: of two greedy answers, the tokens until they part."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

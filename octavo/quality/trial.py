@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InvalidInput
 from . import exact, passes, score
-from .load import LoadedModel
+from .load import LoadedModel, check_context, context_of, measured
 from .text import Windows
 
 PROMPTS = (
@@ -26,10 +26,6 @@ PROMPTS = (
 # Of the perplexity: how far FP8 may be from 16-bit, and paged attention from exact attention over the same numbers.
 FORMAT_LIMIT = 0.015
 KERNEL_LIMIT = 0.001
-# Up to so many parameters a CPU runs the model in float32. bfloat16 is 3 times as fast where the processor has it, but
-# two correct computations in it differ by some 0.05 % of the perplexity over 8,000 tokens (measured: eager against
-# sdpa), which would hide what KERNEL_LIMIT is about; in float32 they agree to 1e-6.
-FLOAT32_PARAMETERS = 1_000_000_000
 JUDGED_TOKENS = 4096
 
 SIXTEEN, FP8, EXACT, STOCK = "16-bit", "fp8", "exact", "stock"
@@ -59,17 +55,12 @@ class Trial:
     def __init__(self, loaded: LoadedModel, kv_dtype: str, device: torch.device) -> None:
         from ..integrations import transformers as plugin
 
-        model = loaded.model.to(device)
-        parameters = sum(p.numel() for p in model.parameters())
-        if device.type == "cpu" and parameters <= FLOAT32_PARAMETERS:
-            model = model.float()
-        self.loaded, self.parameters = loaded, parameters
+        model, sixteen = measured(loaded, device)
+        self.loaded = loaded
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.stock, self._fp8, self._sixteen = model, passes.twin(model), passes.twin(model)
         self.handle = plugin.enable(self._fp8, kv_cache_dtype=kv_dtype)
-        self.handle16 = plugin.enable(
-            self._sixteen, kv_cache_dtype="float16" if model.dtype == torch.float16 else "bfloat16"
-        )
+        self.handle16 = plugin.enable(self._sixteen, kv_cache_dtype=sixteen)
         self.exact_why_not = self._exact_why_not()
 
     def _exact_why_not(self) -> str | None:
@@ -100,7 +91,7 @@ class Trial:
             "model": {
                 "name": self.loaded.name,
                 "source": self.loaded.source,
-                "parameters": self.parameters,
+                "parameters": self.loaded.parameters,
                 "layers": len(self.handle.specs),
                 "dtype": self.dtype,
             },
@@ -142,7 +133,7 @@ class Trial:
             said.append(out[0, ids.shape[1] :].tolist())
             advance()
         texts = [printable(tokenizer.decode(one, skip_special_tokens=True).strip()) for one in said]
-        same = common(*said)
+        same = score.common(*said)
         return {
             "prompt": prompt,
             "text_16_bit": texts[0],
@@ -155,10 +146,7 @@ class Trial:
 
     def score(self, text: Windows, size: Size, advance: Callable[[int], None]) -> dict[str, Any]:
         """Perplexity, divergence and agreement of every side over `text`, and the cache's error by layer."""
-        config = self.stock.config.get_text_config()
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None and size.length > most:
-            raise InvalidInput(f"the model's context must hold a window of {size.length} tokens", f"{most}")
+        check_context(context_of(self.stock), size.length)
         self.handle.record_error = True
         found = passes.score_windows(self.sides(), text.tokens, chunk=size.chunk, tail=size.tail, advance=advance)
         self.handle.record_error = False
@@ -214,16 +202,11 @@ def _spread(found: passes.Scores) -> dict[str, Any]:
     }
 
 
-def common(one: Any, other: Any) -> int:
-    """How many first elements of two sequences are equal."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def parting(one: str, other: str) -> int:
     """Where two texts part: the characters up to the first word that differs, or all of them."""
     if one == other:
         return len(one)
-    at = common(one, other)
+    at = score.common(one, other)
     while at and not one[at - 1].isspace():
         at -= 1
     return at

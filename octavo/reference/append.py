@@ -11,7 +11,7 @@ import torch
 from ..calls import AppendCall
 from ..errors import InvalidInput
 from ..formats import FORMATS, quantise, token_scale
-from ..layouts import LEAF_COLUMNS
+from ..layouts import leaf_order
 
 
 def append(call: AppendCall) -> None:
@@ -24,9 +24,8 @@ def append(call: AppendCall) -> None:
         assert call.v is not None
         v_view = call.cache.v_view(spec)
         if spec.layout == "leaf":
-            columns = torch.tensor(LEAF_COLUMNS, device=slots.device)
-            offset_v = 16 * (offset // 16) + columns[offset % 16]
-            _write(call, call.v, v_view.transpose(2, 3), call.cache.v_scale, live, page, offset_v, offset)
+            columns = torch.tensor(leaf_order(spec.page_size), device=slots.device)
+            _write(call, call.v, v_view.transpose(2, 3), call.cache.v_scale, live, page, columns[offset], offset)
         else:
             _write(call, call.v, v_view, call.cache.v_scale, live, page, offset)
 

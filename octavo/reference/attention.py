@@ -22,7 +22,7 @@ import torch
 
 from ..calls import AttentionCall, CacheBytes
 from ..formats import FORMATS, cast, dequantise
-from ..layouts import leaf_column
+from ..layouts import leaf_order
 from ..spec import AttentionSpec
 
 _SUM_BLOCK = 2048  # keys summed in one product
@@ -100,7 +100,7 @@ def gather(
 
     k = take(cache.k_view(spec), offset, cache.k_scale)
     if spec.layout == "leaf":
-        columns = torch.tensor([leaf_column(t) for t in range(size)], device=pages.device)
+        columns = torch.tensor(leaf_order(size), device=pages.device)
         v = take(cache.v_view(spec).transpose(2, 3), columns[offset], cache.v_scale)
     else:
         v = take(cache.v_view(spec), offset, cache.v_scale)

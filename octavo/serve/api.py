@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from .requests import Sampling
 from .schemas import ChatRequest, CompletionRequest, Shared
 from .streams import Choices, ClientGone, EventStream
 from .text import TokenNames
-
-log = logging.getLogger("octavo")
 
 Body = TypeVar("Body", bound=Shared)
 

@@ -6,7 +6,6 @@ sequence ends that one: its neighbours' step is run again without it.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..notices import log
 from .metrics import Metrics
 from .pages import PrefixPages
 from .ranks import LeadingRunner
@@ -24,8 +24,6 @@ from .runner import Batch, Runner
 from .sampling import choose_tokens
 from .scheduler import Scheduler, Share
 from .text import TextStream
-
-log = logging.getLogger("octavo")
 
 News = list[tuple[Sequence, Event]]
 

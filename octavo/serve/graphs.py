@@ -6,18 +6,17 @@ replays the next larger one. Rows beyond the step's are padding: length 0, slot 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import first_line
 from ..integrations.pages import Step
+from ..notices import log
 
 if TYPE_CHECKING:
     from .runner import Batch, Runner
-
-log = logging.getLogger("octavo")
 
 Work = Callable[[], torch.Tensor]
 
@@ -121,5 +120,5 @@ def capture_decodes(runner: Runner, max_batch: int, max_pages: int) -> DecodeGra
         return DecodeGraphs(runner, max_batch, max_pages)
     except Exception as error:  # a model whose forward asks the device for a value, as some mixtures of experts do
         torch.cuda.synchronize(runner.device)  # raises where more is broken than the capture
-        log.warning("decode steps run without CUDA graphs: %s", str(error).splitlines()[0] if str(error) else error)
+        log.warning("decode steps run without CUDA graphs: %s", first_line(error))
         return None

@@ -9,7 +9,6 @@ import sys
 from ..errors import InvalidInput
 from ..spec import dtype_name
 
-ENGINES = ("vllm", "sglang")
 # What each engine calls a 16-bit cache; the FP8 formats have octavo's names in both.
 _SIXTEEN_BITS = {
     "vllm": {"bfloat16": "bfloat16", "float16": "float16"},

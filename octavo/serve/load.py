@@ -16,7 +16,6 @@ from ..integrations.transformers import Handle, enable
 from ..quality import load as quality_load
 from ..quality import smollm2
 from ..quality.load import LoadedModel
-from ..quality.smollm2 import first_line
 from ..spec import positive
 
 DEFAULT_NAME = "smollm2-135m"
@@ -59,8 +58,6 @@ def load_model(name: str, device: torch.device, tp: int, say: Callable[[str], No
 
 
 def _read(where: str, name: str, device: torch.device, tp: int, local: bool) -> LoadedModel:
-    import transformers
-
     placed: dict[str, Any] = {}
     if tp > 1:
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -68,15 +65,8 @@ def _read(where: str, name: str, device: torch.device, tp: int, local: bool) -> 
         placed["distributed_config"] = DistributedConfig(tp_size=tp)
     elif device.type != "cpu":
         placed["device_map"] = {"": device}  # straight to the device, not through the host's memory
-    common = {"local_files_only": local, "trust_remote_code": False}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **common)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            where, dtype="auto", use_safetensors=True, **placed, **common
-        )
-    except Exception as error:  # whatever a loader raises is, to the user, a model that cannot be read
-        raise InvalidInput(f"cannot read a causal language model from {name}: {first_line(error)}") from error
-    return LoadedModel(model.eval(), tokenizer, name, "a local folder" if local else "the model hub")
+    model, tokenizer = quality_load.read_model(where, name, local, **placed)
+    return LoadedModel(model, tokenizer, name, "a local folder" if local else "the model hub")
 
 
 def enable_paged(

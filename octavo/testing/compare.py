@@ -57,7 +57,7 @@ def plain_bf16(batch: Batch) -> torch.Tensor:
     result = torch.zeros(rows, spec.num_q_heads, spec.value_dim, dtype=torch.bfloat16, device=batch.q.device)
     q_all = batch.q.float()
     if spec.query_dtype == "fp8_e4m3":
-        q_all = q_all * batch.arguments["q_scale"]
+        q_all = q_all * batch.arguments["q_scale"].reshape(-1, 1)
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.bfloat16).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..cache import PagedCache
-from ..layouts import leaf_column
+from ..layouts import leaf_order
 
 
 def poison(cache: PagedCache, live_slots: torch.Tensor, value: int = 0x7F) -> None:
@@ -24,7 +24,7 @@ def poison(cache: PagedCache, live_slots: torch.Tensor, value: int = 0x7F) -> No
         mask = dead
         if which == "v" and spec.layout == "leaf":
             view = view.transpose(2, 3)
-            order = torch.tensor([leaf_column(t) for t in range(size)], device=cache.device)
+            order = torch.tensor(leaf_order(size), device=cache.device)
             mask = torch.empty_like(dead)
             mask[:, order] = dead
         filler = torch.full((view.element_size(),), value, dtype=torch.uint8, device=cache.device).view(view.dtype)

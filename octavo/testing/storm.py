@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..attention import Attention
+from ..quality.score import common
 from ..spec import AttentionSpec
 from .graphs import Captured
 from .storm_layers import VOCABULARY, Buffers, Layer, no_synchronisation
@@ -55,7 +56,7 @@ class Storm:
     Args:
         specs: of the layers that one step runs, one after the other; they share pages' ids, tables and a workspace.
         device: where. pages: of each pool. max_batch, max_context: bounds. seed: of everything that is drawn.
-        backend: one of octavo's, or None for what is chosen. sampled: rows compared in each step that is checked.
+        backend: one of octavo's, or None for what is chosen.
     """
 
     def __init__(
@@ -321,7 +322,7 @@ class Storm:
                 if request.computed == len(request.tokens):
                     request.tokens.append(self.draw.randrange(VOCABULARY))
             for which, prefix in enumerate(self.prefixes):
-                if which not in self.kept and request.computed >= len(prefix) == _common(request.tokens, prefix):
+                if which not in self.kept and request.computed >= len(prefix) == common(request.tokens, prefix):
                     self.kept[which] = request.pages[: len(prefix) // self.page]
                     self._own(self.kept[which])
             if len(request.tokens) >= request.length:
@@ -340,10 +341,6 @@ class Storm:
         with torch.cuda.stream(stream):
             yield
         current.wait_stream(stream)
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def trial(steps: int, backend: str | None = None, device: str = "cuda") -> dict[str, Any]:

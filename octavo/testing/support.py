@@ -14,7 +14,7 @@ import torch
 
 from ..backends import BACKENDS
 from ..choose import choose
-from ..errors import Unsupported
+from ..errors import Unsupported, first_line
 from ..indexer_backends import INDEXER_BY_NAME
 from ..layouts import layout_reasons
 from ..spec import AttentionSpec
@@ -66,7 +66,8 @@ class Check:
         except Unsupported as refusal:
             return Outcome(self.op, self.cell, self.backend, "refused", tuple(refusal.reasons))
         except Exception as error:  # a kernel that does not compile or launch is a failed cell, not the table's end
-            return Outcome(self.op, self.cell, self.backend, "failed", (f"{type(error).__name__}: {_first(error)}",))
+            why = f"{type(error).__name__}: {first_line(error)}"
+            return Outcome(self.op, self.cell, self.backend, "failed", (why,))
         return Outcome(self.op, self.cell, self.backend, "failed" if found else "passed", tuple(found))
 
 
@@ -155,8 +156,3 @@ def _append_faults(spec: AttentionSpec, device: torch.device) -> list[str]:
         scale = 0.5 if spec.scale_granularity == "tensor" else torch.tensor([0.25, 0.7])
     there, here = (make_batch(spec, [5, 130], [1, 1], device=d, k_scale=scale, v_scale=scale) for d in (device, "cpu"))
     return cache_differences(there.cache, here.cache)
-
-
-def _first(error: Exception) -> str:
-    """The first line of an error's text."""
-    return (str(error).splitlines() or [""])[0]

@@ -29,6 +29,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ...quality.score import common
 from . import same_bytes
 from . import sides as running
 from .sides import LLAMA_8B, path
@@ -143,7 +144,7 @@ def print_text(found: dict[str, dict[str, Any]]) -> None:
             print(f"{side:24} {r['perplexity']:11.4f}", *beside_exact(r), r.get("unfinished", ""))
             continue
         pairs = list(zip(r["tokens"], first["tokens"], strict=True))
-        same = sum(next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), len(x)) for x, y in pairs)
+        same = sum(common(*pair) for pair in pairs)
         total = sum(len(x) for x, _ in pairs)
         print(f"{side:24} {r['perplexity']:11.4f} {f'{same}/{total}':>12} {r['again']!s:>13}  {r['text'][0][:50]!r}")
 
@@ -173,30 +174,25 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
     """A record a side for a decode step and one for the prompts."""
     import torch
 
-    from ..records import Record, RecordFile, environment
+    from ..records import RecordFile, environment
 
     run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-sglang")
     env = {
         **environment("cuda" if torch.cuda.is_available() else "cpu"),
         "sglang": next((r["release"] for r in found.values() if "release" in r), ""),
     }
-    shape = f"llama-3.1-8b/tp1/b{arguments.batch}/ctx{arguments.input}"
+    case = f"llama-3.1-8b/tp1/b{arguments.batch}/ctx{arguments.input}"
+    timing = "wall clock of generate, best of two; a decode step is a share of longer minus one-token ones"
     with RecordFile(arguments.out) as file:
         for side, r in found.items():
             backend, cache = side.split(":")
             spec = {
-                **{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 64},
+                "page_size": 64,
                 "kv_dtype": "bfloat16" if cache == "auto" else cache,
                 "layout": "leaf" if backend.startswith("octavo") and cache != "auto" else "nhd",
                 "output_tokens": arguments.output,
             }
-            fields = {"backend": f"sglang-{side}", "run": run, "spec": spec, "env": env}
-            for case, name in ((f"step/decode/{shape}", "step_ms"), (f"step/prefill/{shape}", "prefill_ms")):
-                if "error" in r:
-                    file.write(Record(case=case, op="step", error=r["error"], **fields))
-                    continue
-                timing = "wall clock of generate, best of two; a decode step is a share of longer minus one-token ones"
-                file.write(Record(case=case, op="step", us=r[name] * 1000, timing=timing, **fields))
+            running.write_steps(file, case, r, timing, spec, backend=f"sglang-{side}", run=run, env=env)
 
 
 def make_engine(arguments: argparse.Namespace, **more: Any) -> Any:

@@ -30,6 +30,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ...quality.score import common
 from . import sides as running
 from .sides import LLAMA_8B, PROMPTS, WINDOW, path
 
@@ -338,9 +339,8 @@ def print_text(found: dict[str, dict[str, Any]]) -> None:
             continue
         same, gaps = [], []
         for ours, theirs, near in zip(r["tokens"], first["tokens"], first["gaps"], strict=True):
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-            same.append(len(theirs) if at is None else at)
-            gaps += [] if at is None else [f"{near[at]:.3f}"]
+            same.append(common(ours, theirs))
+            gaps += [] if same[-1] == len(theirs) else [f"{near[same[-1]]:.3f}"]
         count = f"{sum(same)}/{sum(map(len, first['tokens']))}"
         row = f"{side:26} {r['perplexity']:10.4f} {count:>11} {' '.join(gaps):>28}"
         print(f"{row} {r['steps']:5} {r['cached_tokens']:6} {r['again']!s:>6}  {r['text'][0][:60]!r}")
@@ -366,7 +366,7 @@ def print_speed(found: dict[str, dict[str, Any]], shapes: list[str]) -> None:
 
 def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
     """A record a side and shape for a decode step and one for the prompts."""
-    from ..records import Record, RecordFile, environment
+    from ..records import RecordFile, environment
 
     run = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-vllm")
     env = {**environment("cuda"), "vllm": release(arguments.site)}
@@ -378,21 +378,14 @@ def write_records(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
             for shape in arguments.shapes:
                 batch, tokens, more = shape_of(shape)
                 spec = {
-                    **{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128},
-                    **{"page_size": 64 if ours else 16, "layout": ("leaf" if fp8 else "hnd") if ours else "nhd"},
-                    **{"kv_dtype": "fp8_e4m3" if fp8 else "bfloat16", "output_tokens": more},
+                    "page_size": 64 if ours else 16,
+                    "layout": ("leaf" if fp8 else "hnd") if ours else "nhd",
+                    "kv_dtype": "fp8_e4m3" if fp8 else "bfloat16",
+                    "output_tokens": more,
                 }
-                fields = {"op": "step", "backend": f"vllm-{side}", "run": run, "spec": spec, "env": env}
                 case = f"llama-3.1-8b/tp{arguments.tensor_parallel_size}/b{batch}/ctx{tokens}"
-                if "error" in r:
-                    file.write(Record(case=f"step/decode/{case}", error=r["error"], **fields))
-                    continue
-                s = r[shape]
-                quantiles = {f"us_p{q}": s[f"step_ms_p{q}"] * 1e3 for q in (20, 80)}
-                file.write(
-                    Record(case=f"step/decode/{case}", us=s["step_ms"] * 1e3, timing=timing, **quantiles, **fields)
-                )
-                file.write(Record(case=f"step/prefill/{case}", us=s["prefill_ms"] * 1e3, timing=timing, **fields))
+                steps = r if "error" in r else r[shape]
+                running.write_steps(file, case, steps, timing, spec, backend=f"vllm-{side}", run=run, env=env)
 
 
 def release(site: Path | None) -> str:

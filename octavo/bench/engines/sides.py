@@ -17,6 +17,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from .. import report
+from ..records import Record, RecordFile
 
 ROOT = Path(__file__).resolve().parents[3]  # the folder that holds octavo
 SHUTDOWN_S = 10
@@ -107,6 +108,24 @@ def write_json(found: dict[str, Any], out: Path) -> None:
     """Write what text sides found."""
     out.parent.mkdir(parents=True, exist_ok=True)
     report.write(out, json.dumps(found, indent=1) + "\n")
+
+
+def write_steps(
+    file: RecordFile, case: str, found: dict[str, Any], timing: str, spec: dict[str, Any], **fields: Any
+) -> None:
+    """A record for a decode step of `case` and one for its prompts.
+
+    found: step_ms, perhaps with step_ms_p20 and step_ms_p80, and prefill_ms; or error. spec: fields beside the heads of
+    LLAMA_8B. fields: of the records.
+    """
+    heads = {"num_q_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    fields |= {"op": "step", "spec": {**{name: LLAMA_8B[key] for name, key in heads.items()}, **spec}}
+    for phase, name in (("decode", "step_ms"), ("prefill", "prefill_ms")):
+        if "error" in found:
+            file.write(Record(case=f"step/{phase}/{case}", error=found["error"], **fields))
+            continue
+        times = {f"us{q}": found[f"{name}{q}"] * 1e3 for q in ("", "_p20", "_p80") if f"{name}{q}" in found}
+        file.write(Record(case=f"step/{phase}/{case}", timing=timing, **times, **fields))
 
 
 def path(work: Path, side: str, kind: str) -> Path:
