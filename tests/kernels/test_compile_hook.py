@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is an extra")
-
 # Binds the launches of a module's aot_cases for a Hopper that is not there; the hook ends each before it is compiled.
 BIND = """
 import json, sys

@@ -89,14 +89,14 @@ LARGE = (
 
 def compile_large() -> None:
     """Print a list with the label and shared memory of each of LARGE."""
-    from octavo.kernels.gluon.decode import _example
+    from octavo.kernels.gluon._aot import example_call
     from octavo.kernels.gluon.prefill import launch, prefill_kernel
     from octavo.testing.aot import compile_case
 
     for dim, page, precision, query in LARGE:
         spec = AttentionSpec(4, 2, dim, page_size=page, precision=precision, query_dtype=query)
         memory = torch.empty(1 << 16, dtype=torch.int32, device="meta")
-        shared = compile_case(prefill_kernel, launch(_example(spec), memory, H200), H200)[0].metadata.shared
+        shared = compile_case(prefill_kernel, launch(example_call(spec), memory, H200), H200)[0].metadata.shared
         accepted = not BY_NAME["gluon"].reasons(spec, H200, "prefill")
         print(json.dumps({"label": str((dim, page, precision, query)), "large": shared, "accepted": accepted}))
 

@@ -68,11 +68,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def attention_call(spec: AttentionSpec, batch: int, pages: int, width: int, more: int = 0) -> AttentionCall:
     """A step of `batch` decodes over a cache of `pages` pages, and with `more` a sequence of so many rows."""
-    from octavo.kernels.gluon.decode import _example
+    from octavo.kernels.gluon._aot import example_call
 
     rows, sequences = batch * spec.max_query_len + more, batch + (more > 0)
     return replace(
-        _example(spec, sequences, pages),
+        example_call(spec, sequences, pages),
         q=meta(rows, spec.num_q_heads, spec.head_dim, dtype=torch.bfloat16),
         out=meta(rows, spec.num_q_heads, spec.value_dim, dtype=torch.bfloat16),
         page_table=meta(sequences, width),

@@ -17,7 +17,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from octavo.device import KNOWN, Device
 from octavo.formats import FORMATS, cast
 from octavo.kernels.triton import append as module
-from octavo.kernels.triton.append import _column_of_token, _divide, _fp8_bits, _token_of_column, append, tile_of
+from octavo.kernels.triton._tiles import token_of_column
+from octavo.kernels.triton.append import _column_of_token, _divide, _fp8_bits, append, tile_of
 from octavo.layouts import LEAF_COLUMNS
 
 pytestmark = [pytest.mark.usefixtures("interpreter"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -148,7 +149,7 @@ def cast_by_integers(x, out, SIZE: tl.constexpr, E4M3: tl.constexpr):
 def there_and_back(columns, tokens):
     at = tl.arange(0, 64)
     tl.store(columns + at, _column_of_token(at))
-    tl.store(tokens + at, _token_of_column(_column_of_token(at)))
+    tl.store(tokens + at, token_of_column(_column_of_token(at)))
 
 
 def test_the_integer_cast_equals_the_formats_everywhere():

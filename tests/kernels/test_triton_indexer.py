@@ -132,7 +132,16 @@ def test_ragged_logits_equal_the_reference(case):
     assert compare_ragged(case, mqa_logits.mqa_logits, "cpu", loss=0.0) == []
 
 
-def test_nothing_to_do_launches_nothing():
+def test_nothing_to_do_launches_nothing(monkeypatch):
+    for module in (mqa_logits, topk):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, None)  # what is launched raises
+    with pytest.raises(TypeError, match="NoneType"):
+        topk.topk_indices(
+            torch.zeros(2, 5), torch.full((2,), 5, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+        )
+    with pytest.raises(TypeError, match="NoneType"):
+        mqa_logits.paged_mqa_logits(paged_call(PagedCase(lens=(3,), heads=16), "cpu"))
     call = paged_call(PagedCase(lens=(3,), heads=16), "cpu")
     none = replace(call, q=call.q[:0], weights=call.weights[:0], seq_lens=call.seq_lens[:0], out=call.out[:0])
     mqa_logits.paged_mqa_logits(none)
@@ -282,7 +291,7 @@ def test_a_row_has_as_many_programs_as_run_at_once(rows, width, slices, warps, g
 def test_a_dependent_launch_is_for_those_that_have_it(arch, monkeypatch):
     named = replace(Device.named("h200"), arch=arch)
     assert not topk.plan(8, 131072, 2048, named)[0].dependent_launch  # interpreted
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
+    monkeypatch.setattr("octavo.kernels.triton._select.INTERPRETED", False)
     c, _ = topk.plan(9, 131072, 2048, named)
     assert c.dependent_launch == (arch in DEPENDENT_LAUNCH)
     assert c.registers in (0, 64) and c.num_warps == 16

@@ -32,7 +32,7 @@ def _encode(source, target, n: tl.constexpr):
 @triton.jit
 def _columns(target, p, moved, c: tl.constexpr):
     j = tl.arange(0, c.tokens)
-    tl.store(target + j, _tiles.column_tokens(c))
+    tl.store(target + j, _tiles.token_of_column(j))
     rows = tl.arange(0, c.rows)[:, None] * c.tokens
     tl.store(moved + rows + j[None, :], _tiles.in_value_order(tl.load(p + rows + j[None, :]), c))
 

@@ -18,8 +18,6 @@ from octavo.device import Device
 
 from .compiled import launch_key, printed
 
-pytest.importorskip("typer", reason="typer is an extra")
-
 H200 = Device.named("h200")
 MODEL = {
     "model_type": "llama",

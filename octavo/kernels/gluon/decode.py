@@ -30,10 +30,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ... import hopper_tuning
 from ...calls import AttentionCall, CacheBytes
 from ...device import Device, device_of
-from ...formats import TORCH_DTYPES
-from ...layouts import Strides
 from ...spec import AttentionSpec
 from . import _pipeline as pipe
+from ._aot import FEATURES, LLAMA, example_call
 from ._names import reinterpret, thread_barrier
 from ._results import (
     NOTHING,
@@ -390,7 +389,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
         "heads": schedule.heads,
         "programs": schedule.programs,
         "query": Query(
-            call.q, q_row, q_head, call.q_scale, _per_head(call.q_scale), cache.k_scale, _per_head(cache.k_scale)
+            call.q, q_row, q_head, call.q_scale, per_head(call.q_scale), cache.k_scale, per_head(cache.k_scale)
         ),
         "output": Output(
             call.out,
@@ -399,7 +398,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
             *((0, 0) if lse is None else lse.stride()),
             call.out_scale,
             cache.v_scale,
-            _per_head(cache.v_scale),
+            per_head(cache.v_scale),
             call.sinks,
         ),
         "parts_memory": call.workspace[: call.workspace.numel() // 4 * 4].view(torch.float32),
@@ -410,7 +409,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
     }
 
 
-def _per_head(scale: torch.Tensor | None) -> int:
+def per_head(scale: torch.Tensor | None) -> int:
     """Stride of a scale over heads."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
@@ -440,47 +439,16 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
     if device.arch != "sm_90":
         return
-    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    features = {"window": 300, "softcap": 30.0, "sinks": True, "lse": True, "query_dtype": "fp8", "out_dtype": "fp8"}
     for label, fields in (
-        ("32/8 of 128", llama),
-        ("64/8 of 128, pages of 128", {**llama, "num_q_heads": 64, "page_size": 128}),
-        ("64/8 of 64", {**llama, "num_q_heads": 64, "head_dim": 64}),
-        ("16/8 of 256", {**llama, "num_q_heads": 16, "head_dim": 256}),
-        ("8/8 of 192/128", {**llama, "num_q_heads": 8, "head_dim": 192, "head_dim_v": 128}),
-        ("64/8 of 128, 4 rows", {**llama, "num_q_heads": 64, "max_query_len": 4}),
-        ("32/8 of 128, pages of 32, 4 rows, all features", {**llama, "page_size": 32, "max_query_len": 4, **features}),
-        ("32/8 of 128, batch invariant", {**llama, "batch_invariant": True}),
+        ("32/8 of 128", LLAMA),
+        ("64/8 of 128, pages of 128", {**LLAMA, "num_q_heads": 64, "page_size": 128}),
+        ("64/8 of 64", {**LLAMA, "num_q_heads": 64, "head_dim": 64}),
+        ("16/8 of 256", {**LLAMA, "num_q_heads": 16, "head_dim": 256}),
+        ("8/8 of 192/128", {**LLAMA, "num_q_heads": 8, "head_dim": 192, "head_dim_v": 128}),
+        ("64/8 of 128, 4 rows", {**LLAMA, "num_q_heads": 64, "max_query_len": 4}),
+        ("32/8 of 128, pages of 32, 4 rows, all features", {**LLAMA, "page_size": 32, "max_query_len": 4, **FEATURES}),
+        ("32/8 of 128, batch invariant", {**LLAMA, "batch_invariant": True}),
     ):
-        call = _example(AttentionSpec(**fields))
+        call = example_call(AttentionSpec(**fields))
         memory = torch.empty(1 << 16, dtype=torch.int32, device="meta")
         yield label, decode_kernel, launch(call, memory, device)
-
-
-def _example(spec: AttentionSpec, batch: int = 64, pages: int = 64) -> AttentionCall:
-    """A call over tensors without memory, as Attention.run makes it."""
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    rows, fp32 = batch * spec.max_query_len, torch.float32
-    k_head, head = spec.page_size * spec.head_dim, spec.page_size * (spec.head_dim + spec.value_dim)
-    page = spec.num_kv_heads * head
-    pool = meta(pages * page, dtype=torch.uint8)
-    strides = Strides(pages, 0, page, head, spec.head_dim, k_head, page, head, spec.page_size)
-    return AttentionCall(
-        spec,
-        meta(rows, spec.num_q_heads, spec.head_dim, dtype=TORCH_DTYPES[spec.query_dtype]),
-        CacheBytes(pool, pool, strides, meta(dtype=fp32), meta(dtype=fp32)),
-        meta(batch),
-        meta(batch, pages),
-        meta(batch + 1),
-        meta(dtype=fp32) if spec.query_dtype == "fp8_e4m3" else None,
-        meta(dtype=fp32) if spec.out_dtype == "fp8_e4m3" else None,
-        meta(spec.num_q_heads, dtype=fp32) if spec.sinks else None,
-        meta(1 << 20, dtype=torch.uint8),
-        meta(rows, spec.num_q_heads, spec.value_dim, dtype=TORCH_DTYPES[spec.out_dtype]),
-        meta(rows, spec.num_q_heads, dtype=fp32) if spec.lse else None,
-        batch,
-        None,
-    )

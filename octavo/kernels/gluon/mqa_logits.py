@@ -35,6 +35,7 @@ from ... import hopper_tuning
 from ...device import Device, device_of
 from ...indexer_calls import SCALE_BYTES, IndexBytes, LogitsCall, PagedLogitsCall
 from . import _pipeline as pipe
+from ._aot import example_logits, example_paged_logits
 from ._logits import (
     FILL_COLUMNS,
     TERMS,
@@ -452,55 +453,10 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         ("paged, 8 rows of 16, pages of 128", {"heads": 16, "n": 8, "page": 128}),
         ("paged, 2 rows of 128", {"heads": 128, "n": 2}),
     ):
-        arguments = launch_paged(_paged_example(**fields), device)
+        arguments = launch_paged(example_paged_logits(**fields), device)
         arguments.pop("programs")
         yield label, mqa_logits_kernel, arguments
     for label, fields in (("run of keys", {}), ("run of keys, compressed, filled", {"compressed": True, "fill": -1.0})):
-        arguments = launch(_example(**fields), device)
+        arguments = launch(example_logits(**fields), device)
         arguments.pop("programs")
         yield label, mqa_logits_kernel, arguments
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _paged_example(
-    heads: int = 64,
-    dim: int = 128,
-    n: int = 1,
-    page: int = 64,
-    scales: str = "fp32",
-    lens: int = 1,
-    out: torch.dtype = torch.float32,
-    fill: float | None = None,
-) -> PagedLogitsCall:
-    """A call over tensors without memory."""
-    batch, context = 64, 32768
-    cache = IndexBytes(_meta(64, page, 1, dim + SCALE_BYTES, dtype=torch.uint8), scales)
-    return PagedLogitsCall(
-        _meta(batch, n, heads, dim, dtype=torch.float8_e4m3fn),
-        cache,
-        _meta(batch * n, heads, dtype=torch.float32),
-        _meta(batch) if lens == 1 else _meta(batch, n),
-        _meta(batch, context // page),
-        context,
-        _meta(batch * n, context, dtype=out),
-        fill,
-    )
-
-
-def _example(compressed: bool = False, fill: float | None = None) -> LogitsCall:
-    """A call over tensors without memory."""
-    rows, keys, fp8 = 2048, 8192, torch.float8_e4m3fn
-    return LogitsCall(
-        _meta(rows, 64, 128, dtype=fp8),
-        _meta(keys, 128, dtype=fp8),
-        _meta(keys, dtype=torch.float32),
-        _meta(rows, 64, dtype=torch.float32),
-        _meta(rows),
-        _meta(rows),
-        _meta(rows, keys, dtype=torch.float32),
-        fill,
-        compressed,
-    )

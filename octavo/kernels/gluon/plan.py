@@ -26,6 +26,7 @@ from ... import hopper_tuning, tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from ..constants import CompileTime
+from ._aot import LLAMA
 
 _SEQUENCES = tl.constexpr(1024)  # looked at together, at most
 
@@ -388,13 +389,12 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
     if device.arch != "sm_90":
         return
-    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     for label, fields, batch in (
         ("one sequence", {}, 1),
         ("300 sequences, window", {"window": 300}, 300),
         ("64 sequences, 4 rows, batch invariant", {"max_query_len": 4, "batch_invariant": True}, 64),
     ):
-        spec = AttentionSpec(**{**llama, **fields})
+        spec = AttentionSpec(**{**LLAMA, **fields})
         lens, starts, memory = (torch.empty(n, dtype=torch.int32, device="meta") for n in (batch, batch + 1, 1 << 16))
         schedule = schedule_of(spec, device, batch, None, memory)
         yield label, plan_kernel, launch(spec, lens, starts, schedule, 8192, None)[1]

@@ -24,6 +24,7 @@ from ...calls import AttentionCall
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from . import _pipeline as pipe
+from ._aot import FEATURES, LLAMA, example_call
 from ._names import reinterpret
 from ._prefill_repeats import repeat_lost
 from ._prefill_results import Parts, finish_tile, normaliser
@@ -42,7 +43,7 @@ from ._prefill_steps import (
 )
 from ._prefill_tiles import BLOCKS, FACTOR, HEAD, LENGTH, MISSING, ROWS, SEEN, TOP, Batch, Scales, get, produce
 from ._results import NOTHING, Output
-from .decode import _example, _per_head, descriptors
+from .decode import descriptors, per_head
 from .prefill_plan import Constants, constants, prefill_plan, schedule_of
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -228,7 +229,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
         "rows": rows,
         "size": sequences,
         "schedule": schedule_of(spec, device, memory),
-        "scales": Scales(call.q_scale, _per_head(call.q_scale), cache.k_scale, _per_head(cache.k_scale)),
+        "scales": Scales(call.q_scale, per_head(call.q_scale), cache.k_scale, per_head(cache.k_scale)),
         "output": Output(
             call.out,
             *call.out.stride(),
@@ -236,7 +237,7 @@ def launch(call: AttentionCall, memory: torch.Tensor, device: Device) -> dict[st
             *((0, 0) if lse is None else lse.stride()),
             call.out_scale,
             cache.v_scale,
-            _per_head(cache.v_scale),
+            per_head(cache.v_scale),
             call.sinks,
         ),
         "memory": Parts(floats, floats[hopper_tuning.prefill_parts(spec, device) :]),
@@ -260,18 +261,16 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
     if device.arch != "sm_90":
         return
-    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    features = {"window": 300, "softcap": 30.0, "sinks": True, "lse": True, "query_dtype": "fp8", "out_dtype": "fp8"}
     for label, fields in (
-        ("of 128", llama),
-        ("of 64", {**llama, "head_dim": 64}),
-        ("of 256", {**llama, "head_dim": 256}),
-        ("of 128, pages of 32, all features", {**llama, "page_size": 32, **features}),
-        ("of 128, pages of 128", {**llama, "page_size": 128}),
-        ("exact of 128", {**llama, "precision": "exact"}),
-        ("exact of 64", {**llama, "head_dim": 64, "precision": "exact"}),
-        ("exact of 256", {**llama, "head_dim": 256, "precision": "exact"}),
+        ("of 128", LLAMA),
+        ("of 64", {**LLAMA, "head_dim": 64}),
+        ("of 256", {**LLAMA, "head_dim": 256}),
+        ("of 128, pages of 32, all features", {**LLAMA, "page_size": 32, **FEATURES}),
+        ("of 128, pages of 128", {**LLAMA, "page_size": 128}),
+        ("exact of 128", {**LLAMA, "precision": "exact"}),
+        ("exact of 64", {**LLAMA, "head_dim": 64, "precision": "exact"}),
+        ("exact of 256", {**LLAMA, "head_dim": 256, "precision": "exact"}),
     ):
-        call = _example(AttentionSpec(**fields))
+        call = example_call(AttentionSpec(**fields))
         memory = torch.empty(1 << 16, dtype=torch.int32, device="meta")
         yield label, prefill_kernel, launch(call, memory, device)

@@ -24,6 +24,7 @@ from ... import hopper_tuning
 from ...device import Device, device_of
 from ...spec import AttentionSpec
 from ..constants import CompileTime
+from ._aot import LLAMA
 
 HEADER, ENTRY = hopper_tuning.HEADER_INTS, hopper_tuning.ENTRY_INTS
 _TILES = 64  # that one program of the plan ranks
@@ -352,7 +353,6 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The launches to compile ahead of time for `device` (octavo.testing.aot says what they are)."""
     if device.arch != "sm_90":
         return
-    llama = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     lens, starts, memory = (torch.empty(n, dtype=torch.int32, device="meta") for n in (64, 65, 1 << 16))
     for label, fields, num_decodes in (
         ("of 128", {}, None),
@@ -363,5 +363,5 @@ def aot_cases(device: Device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
             None,
         ),
     ):
-        spec = AttentionSpec(**{**llama, **fields})
+        spec = AttentionSpec(**{**LLAMA, **fields})
         yield label, plan_kernel, launch(spec, Step(starts, lens), 8192, num_decodes, memory, device)[1]

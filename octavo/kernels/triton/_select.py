@@ -11,6 +11,8 @@ import triton.language as tl
 
 from ...device import Device
 from ..constants import CompileTime
+from ._plan import INTERPRETED
+from ._tiles import float32
 from .append import DEPENDENT_LAUNCH
 
 NOTHING = tl.constexpr(-(2**31))  # the key of NaN and of what is not there, below that of -inf
@@ -102,7 +104,7 @@ def _constants(k: int, size: int, sample: int, warps: int, bins: int) -> Constan
         lanes=32 * warps,
         searched=128 * warps,
         num_warps=warps,
-        interpreted=triton.knobs.runtime.interpret,
+        interpreted=INTERPRETED,
     )
 
 
@@ -120,15 +122,6 @@ def registers_for(width: int, k: int, spare: int = 3) -> tuple[int, int, int]:
         if k * (least / share) * (1 + spare / math.sqrt(least)) + 24 <= size:
             return sample, size, warps
     return 16384, max(8192, min(16384, 2 * triton.next_power_of_2(k))), 32
-
-
-@triton.jit
-def float32(x):
-    """x as fp32, exact; bf16 by its bits, since the interpreter's own conversion is not."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Device functions that attention kernels share: FP8 in integer arithmetic, paging, tiles of K and V, the query.
+"""Device functions that kernels share: FP8 in integer arithmetic, paging, tiles of K and V, the query.
 
 `c` is a `_plan.Constants` everywhere: what is known when a kernel is compiled. Every offset that a page id or a row
 number enters is int64, as is every one of a query head: heads may lie as far apart as rows.
@@ -43,12 +43,28 @@ def fp32_to_e4m3(x):
 
 
 @triton.jit
+def float32(x):
+    """x as fp32, exact; bf16 by its bits, since the interpreter's own conversion is not."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def bf16_bits(x):
+    """fp32 as the bits of bf16 (uint16), nearest even, NaN as 0x7FC0: integer arithmetic."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(nan, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
 def fp32_to_bf16(x, c: tl.constexpr):
     """fp32 as bf16, nearest even; Triton's interpreter cuts instead of rounding."""
     if c.interpreted:
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
-        return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return bf16_bits(x).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(tl.bfloat16)
 
@@ -142,11 +158,9 @@ def first_visible(position, c: tl.constexpr):
 
 
 @triton.jit
-def column_tokens(c: tl.constexpr):
-    """Which token of a tile is in column j of a V row of the leaf layout, int32 [tokens]."""
-    j = tl.arange(0, c.tokens)
-    # LEAF_COLUMNS of layouts.py backwards: bits 1, 2, 3 of the column are bits 3, 1, 2 of the token.
-    return (j & ~0xE) | ((j & 2) << 2) | ((j & 0xC) >> 1)
+def token_of_column(column):
+    """Token of a page in a column of a V row of the leaf layout: octavo.layouts.LEAF_COLUMNS inverted."""
+    return (column // 16) * 16 + ((column >> 2) & 3) * 2 + ((column >> 1) & 1) * 8 + (column & 1)
 
 
 @triton.jit
@@ -209,22 +223,8 @@ def kept(x, mask, c: tl.constexpr):
 @triton.jit
 def load_keys(first, begin, end, page, live, head, memory, c: tl.constexpr, masked: tl.constexpr):
     """K of a tile: stored elements [tokens, dim padded]; 0 where nothing may be read."""
-    token = tl.arange(0, c.tokens)
-    d = tl.arange(0, c.dim_padded)[None, :]
-    if c.one_page:
-        at = memory.k_offset + page * memory.k_page + head * memory.k_head + page_slot(first, c) * memory.k_slot
-        at = typed(memory.k, c) + at + ((token.to(tl.int64) * memory.k_slot)[:, None] + d)
-        there = live
-        if masked:
-            there = (live & (first + token >= begin) & (first + token < end))[:, None]
-    else:
-        slot = ((first + token) % c.page_size).to(tl.int64)
-        at = typed(memory.k, c) + memory.k_offset + head * memory.k_head
-        at = at + ((page * memory.k_page + slot * memory.k_slot)[:, None] + d)
-        there = live[:, None]
-    if c.dim != c.dim_padded:
-        there = there & (d < c.dim)
-    return tl.load(at, mask=there, other=0.0 if c.fp8_casts and c.kv == "fp8_e4m3" else 0)
+    side = memory.k, memory.k_offset, memory.k_page, memory.k_head, memory.k_slot
+    return _load_rows(first, begin, end, page, live, head, side, c.dim, c.dim_padded, c, masked)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def load_values(first, begin, end, page, live, head, memory, c: tl.constexpr, ma
     0 where nothing may be read, so that no NaN there meets a P of 0.
     """
     if c.leaf:
-        token = column_tokens(c)
+        token = token_of_column(tl.arange(0, c.tokens))
         d = tl.arange(0, c.dim_v_padded)[:, None]
         # Bytes past the end are dropped after a load of whole rows: a mask along a row would load byte by byte.
         at = typed(memory.v, c) + (memory.v_offset + page * memory.v_page + head * memory.v_head + page_slot(first, c))
@@ -247,22 +247,42 @@ def load_values(first, begin, end, page, live, head, memory, c: tl.constexpr, ma
             v = kept(v, ((first + token >= begin) & (first + token < end))[None, :], c)
         return tl.trans(v)
     else:
-        token = tl.arange(0, c.tokens)
-        d = tl.arange(0, c.dim_v_padded)[None, :]
-        if c.one_page:
-            at = memory.v_offset + page * memory.v_page + head * memory.v_head + page_slot(first, c) * memory.v_slot
-            at = typed(memory.v, c) + at + ((token.to(tl.int64) * memory.v_slot)[:, None] + d)
-            there = live
-            if masked:
-                there = (live & (first + token >= begin) & (first + token < end))[:, None]
-        else:
-            slot = ((first + token) % c.page_size).to(tl.int64)
-            at = typed(memory.v, c) + memory.v_offset + head * memory.v_head
-            at = at + ((page * memory.v_page + slot * memory.v_slot)[:, None] + d)
-            there = live[:, None]
-        if c.dim_v != c.dim_v_padded:
-            there = there & (d < c.dim_v)
-        return tl.load(at, mask=there, other=0.0 if c.fp8_casts and c.kv == "fp8_e4m3" else 0)
+        side = memory.v, memory.v_offset, memory.v_page, memory.v_head, memory.v_slot
+        return _load_rows(first, begin, end, page, live, head, side, c.dim_v, c.dim_v_padded, c, masked)
+
+
+@triton.jit
+def _load_rows(
+    first,
+    begin,
+    end,
+    page,
+    live,
+    head,
+    side,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    c: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """Stored elements [tokens, DIM_PADDED] of a tile; side: pool, offset, and strides of page, head and slot."""
+    pool, offset, page_step, head_step, slot_step = side
+    token = tl.arange(0, c.tokens)
+    d = tl.arange(0, DIM_PADDED)[None, :]
+    if c.one_page:
+        at = offset + page * page_step + head * head_step + page_slot(first, c) * slot_step
+        at = typed(pool, c) + at + ((token.to(tl.int64) * slot_step)[:, None] + d)
+        there = live
+        if masked:
+            there = (live & (first + token >= begin) & (first + token < end))[:, None]
+    else:
+        slot = ((first + token) % c.page_size).to(tl.int64)
+        at = typed(pool, c) + offset + head * head_step
+        at = at + ((page * page_step + slot * slot_step)[:, None] + d)
+        there = live[:, None]
+    if DIM != DIM_PADDED:
+        there = there & (d < DIM)
+    return tl.load(at, mask=there, other=0.0 if c.fp8_casts and c.kv == "fp8_e4m3" else 0)
 
 
 @triton.jit

@@ -32,6 +32,8 @@ from ...formats import FORMATS
 from ...spec import AttentionSpec
 from ..constants import CompileTime
 from ._aot import example_strides
+from ._plan import INTERPRETED
+from ._tiles import bf16_bits, float32, token_of_column
 
 # Where a kernel may be launched while the one before it ends (PTX, griddepcontrol).
 DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
@@ -160,7 +162,7 @@ def _few(spec: AttentionSpec, rows: int, device: Device) -> bool:
 @lru_cache(maxsize=1024)
 def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v_scaled: bool) -> Constants:
     tile, block, warps = tile_of(spec, rows, device)
-    interpreted, few = triton.knobs.runtime.interpret, _few(spec, rows, device)
+    few = _few(spec, rows, device)
     return Constants(
         rows=tile,
         block=block,
@@ -174,9 +176,9 @@ def _constants(spec: AttentionSpec, rows: int, device: Device, k_scaled: bool, v
         kv=spec.kv_dtype,
         scales=spec.scale_granularity if spec.fp8 and k_scaled else "none",
         scales_v=spec.scale_granularity if spec.fp8 and v_scaled else "none",
-        hardware_cast=device.arch in FP8_DOT and not interpreted,
-        interpreted=interpreted,
-        dependents_early=device.arch in DEPENDENT_LAUNCH and not interpreted,
+        hardware_cast=device.arch in FP8_DOT and not INTERPRETED,
+        interpreted=INTERPRETED,
+        dependents_early=device.arch in DEPENDENT_LAUNCH and not INTERPRETED,
     )
 
 
@@ -263,7 +265,7 @@ def _write(
     head = head.to(tl.int64)
     column = tl.arange(0, c.rows)
     # Rows are taken in the order of leaf columns, so that an aligned tile's columns are contiguous.
-    row = first + (_token_of_column(column) if TRANSPOSED else column)
+    row = first + (token_of_column(column) if TRANSPOSED else column)
     there = row < rows
     slot = tl.load(slots + row * slots_stride, mask=there, other=-1)
     scale = 1.0
@@ -326,7 +328,7 @@ def _count_skipped(slots, slots_stride, counters, rows, capacity, first, c: tl.c
 def _stored(x, scale, inverse, scale_at, live, counters, dtype: tl.constexpr, SCALES: tl.constexpr, c: tl.constexpr):
     """x [rows, block] as stored elements; token_head: the scales are made and written to scale_at [rows]."""
     if c.kv == "fp8_e4m3" or c.kv == "fp8_e5m2":
-        stored, scale = _quantise(_float32(x), scale, inverse, live, counters, x.dtype.primitive_bitwidth, SCALES, c)
+        stored, scale = _quantise(float32(x), scale, inverse, live, counters, x.dtype.primitive_bitwidth, SCALES, c)
         if SCALES == "token_head":
             tl.store(scale_at, scale, mask=live)
         return stored
@@ -404,26 +406,14 @@ def _divide(x, s, y, BITS: tl.constexpr):
 
 
 @triton.jit
-def _float32(x):
-    """x as fp32, exact; bf16 by its bits, since the interpreter's own conversion is not."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
 def _cast(x, dtype: tl.constexpr, c: tl.constexpr):
     """x as 16- or 32-bit numbers, nearest even."""
     if x.dtype == dtype:
         return x
     elif dtype == tl.bfloat16 and not c.hardware_cast:
-        bits = _float32(x).to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        return tl.where(nan, 0x7FC0, rounded).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return bf16_bits(float32(x)).to(tl.bfloat16, bitcast=True)
     else:
-        return _float32(x).to(dtype)
+        return float32(x).to(dtype)
 
 
 @triton.jit
@@ -447,12 +437,6 @@ def _fp8_bits(x, E4M3: tl.constexpr):
     unit = tl.full(x.shape, UNIT, tl.uint32)
     small = (size.to(tl.float32, bitcast=True) + unit.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True) - unit
     return (tl.where(size < NORMAL, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def _token_of_column(column):
-    """Token (of its page's 16) whose byte lies in a column of the leaf layout; octavo.layouts.LEAF_COLUMNS inverted."""
-    return (column // 16) * 16 + ((column >> 2) & 3) * 2 + ((column >> 1) & 1) * 8 + (column & 1)
 
 
 @triton.jit

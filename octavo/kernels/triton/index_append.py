@@ -20,7 +20,7 @@ from ...device import Device
 from ...indexer_calls import SCALE_BYTES, IndexAppendCall, IndexBytes
 from ..constants import CompileTime
 from ._plan import device_of
-from ._tiles import FP8_MAX, fp32_to_e4m3
+from ._tiles import FP8_MAX, float32, fp32_to_e4m3
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,7 @@ def index_append_kernel(
     d = tl.arange(0, c.dim_padded)[None, :]
     inside = d < c.dim
     slot = tl.load(slots + row * slots_stride, mask=there, other=-1)
-    x = tl.load(k + row[:, None] * k_row + d * k_dim, mask=there[:, None] & inside, other=0.0)
-    if x.dtype == tl.bfloat16:  # by its bits: exact in Triton's interpreter too
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        x = x.to(tl.float32)
+    x = float32(tl.load(k + row[:, None] * k_row + d * k_dim, mask=there[:, None] & inside, other=0.0))
     live = (slot >= 0) & (slot < capacity)
     size = tl.abs(x)
     amax = tl.max(tl.where(size < float("inf"), size, 0.0), 1)

@@ -31,12 +31,12 @@ from ._select import (
     elements,
     estimate,
     estimate_short,
-    float32,
     key_of,
     plan,
     row_of,
     sum_and_max,
 )
+from ._tiles import float32
 
 ESTIMATE_REGISTERS = 96  # of a thread, of 16 warps: left to itself, ptxas takes 64 for some devices, and spills
 
