@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from . import ops
-from .backends import PHASES
 from .cache import PagedCache
 from .choose import choose
 from .device import torch_device
 from .errors import InvalidInput
 from .formats import TORCH_DTYPES, check_tensors
+from .rules import PHASES
 from .spec import AttentionSpec, dtype_name, positive
 
 

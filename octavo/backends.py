@@ -1,9 +1,4 @@
-"""The one table of backends: what each needs, as data.
-
-A rule is a pure function of (spec, device, phase) that never catches an exception. `choose` collects every broken rule
-with the value found; `octavo explain`, error texts, an engine's reason list, docs/rules.md and test skips all print
-from here. To add a backend, add a row: docs/rules.md is `python -m octavo.backends`.
-"""
+"""The one table of backends: what each needs, as rules. To add a backend, add a row."""
 
 from __future__ import annotations
 
@@ -14,9 +9,9 @@ from typing import Any
 from . import hopper_tuning, tuning
 from .device import ARCHITECTURES, Device
 from .layouts import layout_reasons
+from .rules import PHASES, Rule, alternatives, architecture, at_most, head_dims, one_of, rules_table, shapes, without
 from .spec import AttentionSpec
 
-PHASES = ("prefill", "decode")
 # Functions that are in this repository, a file <package of the backend>/<name>.py each (a test compares). The rule made
 # of it is what keeps a plan from saying yes to a kernel that is only planned.
 WRITTEN: dict[str, frozenset[str]] = {
@@ -24,36 +19,6 @@ WRITTEN: dict[str, frozenset[str]] = {
     "triton": frozenset({"append", "prefill", "decode", "merge_states", "index_append", "mqa_logits", "topk"}),
     "reference": frozenset({"prefill", "decode", "append", "merge_states", "index_append", "mqa_logits", "topk"}),
 }
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One need of a backend.
-
-    Attributes:
-        needs: what has to be so, as words that follow "needs".
-        holds: (spec, device, phase) -> whether it is so.
-        found: (spec, device, phase) -> what is there instead; a list is sentences that stand by themselves.
-        nearest: spec -> the fields to change, with their values, that mend it; None where no change of the spec does.
-        phases: the phases that it is a rule of.
-    """
-
-    needs: str
-    holds: Callable[[Any, Device, str], bool]
-    found: Callable[[Any, Device, str], str | list[str]]
-    nearest: Callable[[Any], dict[str, Any]] | None = None
-    phases: tuple[str, ...] = PHASES
-
-    def broken(self, spec: Any, device: Device, phase: str) -> bool:
-        """Whether it is a rule of this phase and does not hold."""
-        return phase in self.phases and not self.holds(spec, device, phase)
-
-    def reasons(self, spec: Any, device: Device, phase: str) -> tuple[str, ...]:
-        """Why it is broken, in words with the value found; empty if it holds."""
-        if not self.broken(spec, device, phase):
-            return ()
-        found = self.found(spec, device, phase)
-        return (f"needs {self.needs}; found {found}",) if isinstance(found, str) else tuple(found)
 
 
 @dataclass(frozen=True)
@@ -90,72 +55,12 @@ class Backend:
         return tuple(reason for rule in self.rules for reason in rule.reasons(spec, device, phase))
 
 
-def head_dims(spec: AttentionSpec) -> str:
-    """head_dim as tables write it: "128", or "192/128" where the value head differs."""
-    return str(spec.head_dim) if spec.head_dim == spec.value_dim else f"{spec.head_dim}/{spec.value_dim}"
-
-
-def _words(values: tuple[Any, ...]) -> str:
-    values = tuple(str(v) for v in values)
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
-
-
-def one_of(field: str, allowed: tuple[Any, ...], nearest: Any = None, why: str = "") -> Rule:
-    """The rule that a spec's `field` is one of `allowed`."""
-    return Rule(
-        needs=f"{field} {_words(allowed)}{why}",
-        holds=lambda spec, device, phase: getattr(spec, field) in allowed,
-        found=lambda spec, device, phase: str(getattr(spec, field)),
-        nearest=None if nearest is None else lambda spec: {field: nearest},
-    )
-
-
-def at_most(field: str, limit: int, words: str, mends: bool = False, phases: tuple[str, ...] = PHASES) -> Rule:
-    """The rule that a number of a spec is at most `limit`; `mends`: one can set it to the limit."""
-    return Rule(
-        needs=f"{words} of at most {limit}",
-        holds=lambda spec, device, phase: getattr(spec, field) <= limit,
-        found=lambda spec, device, phase: str(getattr(spec, field)),
-        nearest=(lambda spec: {field: limit}) if mends else None,
-        phases=phases,
-    )
-
-
-def without(field: str, words: str, value: Any = False, phases: tuple[str, ...] = PHASES) -> Rule:
-    """The rule that `field` has the value that switches a feature off."""
-    return Rule(
-        needs=words,
-        holds=lambda spec, device, phase: getattr(spec, field) == value,
-        found=lambda spec, device, phase: f"{field}={getattr(spec, field)}",
-        phases=phases,
-    )
-
-
-def architecture(archs: tuple[str, ...], words: str) -> Rule:
-    """The rule that the device's architecture is in a list; never "or newer"."""
-    return Rule(
-        needs=words,
-        holds=lambda spec, device, phase: device.arch in archs,
-        found=lambda spec, device, phase: str(device),
-    )
-
-
 def written(backend: str) -> Rule:
     """The rule that this repository has the kernel."""
     return Rule(
         needs="a kernel in this repository",
         holds=lambda spec, device, phase: phase in WRITTEN[backend],
         found=lambda spec, device, phase: "none yet",
-    )
-
-
-def shapes(pairs: tuple[str, ...], phases: tuple[str, ...] = PHASES) -> Rule:
-    """The rule that the head dimensions are in a list of "128" and "192/128"."""
-    return Rule(
-        needs=f"head_dim {_words(pairs)}",
-        holds=lambda spec, device, phase: head_dims(spec) in pairs,
-        found=lambda spec, device, phase: head_dims(spec),
-        phases=phases,
     )
 
 
@@ -257,7 +162,7 @@ BACKENDS = (
         compute_query_dtype=_triton_query,
         workspace_bytes=tuning.split_workspace_bytes,
         rules=(
-            architecture(ARCHITECTURES, f"a GPU of {_words(ARCHITECTURES)}"),
+            architecture(ARCHITECTURES, f"a GPU of {alternatives(ARCHITECTURES)}"),
             TRITON_VERSION,
             written("triton"),
             LAYOUT,
@@ -308,10 +213,3 @@ def rules_markdown() -> str:
             *rules_table(backend.rules, PHASES),
         ]
     return "\n".join(lines) + "\n"
-
-
-def rules_table(rules: tuple[Rule, ...], phases: tuple[str, ...]) -> list[str]:
-    """Lines of Markdown: what each rule needs, and an x under each phase or operation that it holds for."""
-    rows = [[rule.needs, *("x" if phase in rule.phases else "" for phase in phases)] for rule in rules]
-    heads = [["needs", *phases], ["---"] * (1 + len(phases))]
-    return [f"| {' | '.join(cells)} |" for cells in (*heads, *rows)]

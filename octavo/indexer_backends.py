@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .backends import TRITON_VERSION, WRITTEN, Rule, architecture, at_most, one_of, rules_table
+from .backends import TRITON_VERSION, WRITTEN
 from .device import ARCHITECTURES, Device
+from .rules import Rule, architecture, at_most, one_of, rules_table
 from .spec import IndexerSpec
 
 # Operation -> file (without .py) of a backend's package.

@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .backends import WRITTEN
-from .choose import (
-    WIDTH,
-    Verdict,
-    check_backend,
-    columns,
-    judged,
-    merge_reasons,
-    named_backend,
-    reason_lines,
-    why_first,
-)
+from .choose import Verdict, check_backend, judged, named_backend, why_first
 from .device import Device
 from .errors import InvalidInput, Unsupported
 from .indexer_backends import FILES, INDEXER_BACKENDS, INDEXER_BY_NAME, OPERATIONS
+from .plan_text import WIDTH, columns, merge_reasons, reason_lines
 from .spec import IndexerSpec
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from octavo import Unsupported
-from octavo.backends import PHASES, WRITTEN
+from octavo.backends import WRITTEN
+from octavo.rules import PHASES
 
 
 class Target(NamedTuple):

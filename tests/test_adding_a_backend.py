@@ -50,7 +50,9 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     """A copy of the package with every block applied in turn, and the commands of the page."""
     folder = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "octavo", folder / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "docs").mkdir()
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    for name in ("tools", "README.md"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
     commands = []
     for title, text in BLOCK.findall(PAGE.read_text()):
         name, _, place = title.partition(", ")

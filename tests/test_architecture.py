@@ -16,8 +16,18 @@ PACKAGE = ROOT / "octavo"
 # A module imports modules of its own floor and of those below. Rooms are packages, so a new file in one needs no entry.
 FLOORS = (
     {"errors", "spec", "formats", "layouts", "device", "calls", "indexer_calls", "notices"},
-    {"reference", "backends", "tuning", "hopper_tuning", "known_models", "configs", "kernels", "indexer_backends"},
-    {"choose", "indexer_choose", "models"},
+    {
+        "reference",
+        "rules",
+        "backends",
+        "tuning",
+        "hopper_tuning",
+        "known_models",
+        "configs",
+        "kernels",
+        "indexer_backends",
+    },
+    {"choose", "plan_text", "indexer_choose", "models"},
     {"ops", "indexer_ops", "cache", "attention", "indexer"},
     {"integrations", "serve", "cli", "bench", "testing", "quality", "warmup", "__main__"},
 )

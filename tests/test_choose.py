@@ -14,11 +14,12 @@ import pytest
 
 import octavo
 from octavo import backends, indexer_backends, tuning
-from octavo.backends import BACKENDS, BY_NAME, PHASES, WRITTEN
+from octavo.backends import BACKENDS, BY_NAME, WRITTEN
 from octavo.choose import Choice, _choose, choose
 from octavo.device import KNOWN, Device
 from octavo.errors import InvalidInput, Unsupported
 from octavo.layouts import layout_reasons
+from octavo.rules import PHASES
 from octavo.spec import AttentionSpec
 
 ROOT = Path(octavo.__file__).parent

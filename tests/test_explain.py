@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from octavo.choose import choose, layer_ranges
+from octavo.choose import choose
 from octavo.cli.main import COMMANDS, app
 from octavo.configs import KNOWN_MODELS
 from octavo.device import KNOWN
+from octavo.plan_text import layer_ranges
 from octavo.spec import AttentionSpec
 
 PUBLIC_FAILURE = "--model llama-3.1-8b --device b200 --tp 8 --kv-cache-dtype fp8_e4m3 --page-size 64"

@@ -11,14 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..backends import head_dims
-from ..choose import Choice, choose, columns, layer_ranges
+from ..choose import Choice, choose
 from ..configs import load_config
 from ..device import Device
 from ..errors import InvalidInput, Unsupported
 from ..indexer_choose import IndexerChoice, choose_indexer
 from ..layouts import layout_reasons
 from ..models import LayerKind, Model, model_kinds
+from ..plan_text import columns, layer_ranges
+from ..rules import head_dims
 from ..spec import LAYOUTS, AttentionSpec, one_of
 
 DEFAULT_MEMORY_GB = 10.0

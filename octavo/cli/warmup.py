@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..choose import layer_ranges
 from ..errors import OctavoError, Unsupported, first_line
+from ..plan_text import layer_ranges
 from .explain import indexer_plan, plan
 from .progress import bar, for_messages
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from ..backends import BACKENDS, PHASES
-from ..choose import choose, merge_reasons, phrase, verdicts
+from ..backends import BACKENDS
+from ..choose import choose, verdicts
 from ..device import Device
 from ..errors import Unsupported
+from ..plan_text import merge_reasons, phrase
+from ..rules import PHASES
 from ..spec import AttentionSpec
 
 

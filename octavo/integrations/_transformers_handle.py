@@ -11,8 +11,9 @@ import torch
 
 from ..attention import Attention
 from ..cache import PagedCache
-from ..choose import Choice, layer_ranges
+from ..choose import Choice
 from ..errors import InvalidInput
+from ..plan_text import layer_ranges
 from ..spec import AttentionSpec
 from ._cache_error import CacheError
 from .pages import PagePool, Step

@@ -43,7 +43,7 @@ def layer_spec(
     return leaf if spec.fp8 and dims_fit else spec
 
 
-def device_of(capability: Any) -> Device:
+def device_of_capability(capability: Any) -> Device:
     """The GPU as vLLM knows it; no CUDA context is made, so that vLLM may still fork."""
     from vllm.platforms import current_platform
 
@@ -60,7 +60,7 @@ def device_here() -> Device:
     """The GPU that this process runs on, by vLLM's word."""
     from vllm.platforms import current_platform
 
-    return device_of(current_platform.get_device_capability())
+    return device_of_capability(current_platform.get_device_capability())
 
 
 def check(spec: AttentionSpec, device: Device) -> None:
@@ -92,7 +92,7 @@ def configuration_reasons(asked: dict[str, Any], vllm_config: Any) -> list[str]:
         spec = configuration_spec({**asked, "kv_cache_dtype": kv_cache_dtype}, vllm_config)
     except InvalidInput as malformed:
         return [*reasons, str(malformed)]
-    return reasons + kernel_reasons(spec, device_of(asked["device_capability"]))
+    return reasons + kernel_reasons(spec, device_of_capability(asked["device_capability"]))
 
 
 NOT_AT_ALL = (

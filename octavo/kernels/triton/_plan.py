@@ -131,7 +131,7 @@ BOUNDS = ["size", "capacity", "total_rows", "num_decodes", "table_row", "num_pag
 
 
 @lru_cache(maxsize=64)
-def device_of(device: torch.device) -> Device:
+def target_of(device: torch.device) -> Device:
     """The facts of a GPU; of a nominal, small one under the interpreter, where there is none."""
     return replace(Device.named("h200"), num_sms=4) if device.type == "cpu" else Device.detect(device)
 

@@ -20,7 +20,7 @@ from ...calls import AttentionCall
 from ...device import Device
 from ._aot import example_calls
 from ._attend import attend, row_factors, under_sinks
-from ._plan import BOUNDS, batch_of, decode_constants, device_of, memory_of, output_of, query_of
+from ._plan import BOUNDS, batch_of, decode_constants, memory_of, output_of, query_of, target_of
 from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_lse, store_out
 from .merge_states import merge_splits_kernel
 
@@ -200,7 +200,7 @@ def decode(call: AttentionCall) -> None:
     Nothing is allocated or read on the host.
     """
     if call.q.shape[0]:
-        for kernel, grid, arguments in launches(call, device_of(call.q.device)):
+        for kernel, grid, arguments in launches(call, target_of(call.q.device)):
             kernel[grid](**arguments)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from ...device import Device
 from ...indexer_calls import SCALE_BYTES, IndexAppendCall, IndexBytes
 from ..constants import CompileTime
-from ._plan import device_of
+from ._plan import target_of
 from ._tiles import FP8_MAX, float32, fp32_to_e4m3
 
 
@@ -44,7 +44,7 @@ class Constants(CompileTime):
 def index_append(call: IndexAppendCall) -> None:
     """Write call.k [T, D] and its scales to call.slots; slots outside the pool are skipped and counted."""
     if call.slots.shape[0]:
-        arguments, programs = launch(call, device_of(call.k.device))
+        arguments, programs = launch(call, target_of(call.k.device))
         index_append_kernel[(programs,)](**arguments)
 
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from ...device import Device
 from ...indexer_calls import SCALE_BYTES, IndexBytes, LogitsCall, PagedLogitsCall
 from ._logits import FILL, constants_of, fill_outside, logits_of, query_rows_of, store, typed
-from ._plan import as_bytes, device_of
+from ._plan import as_bytes, target_of
 
 SCAN = tl.constexpr(128)  # sequences looked at together
 
@@ -33,7 +33,7 @@ SCAN = tl.constexpr(128)  # sequences looked at together
 def paged_mqa_logits(call: PagedLogitsCall) -> None:
     """Write call.out as octavo.reference.mqa_logits defines it; one launch, nothing is read on the host."""
     if call.q.shape[0] and call.q.shape[1]:
-        arguments, programs = paged_launch(call, device_of(call.q.device))
+        arguments, programs = paged_launch(call, target_of(call.q.device))
         paged_mqa_logits_kernel[(programs,)](**arguments)
 
 
@@ -274,7 +274,7 @@ def paged_mqa_logits_kernel(
 def mqa_logits(call: LogitsCall) -> None:
     """Write call.out as octavo.reference.mqa_logits defines it; one launch."""
     if call.q.shape[0] and call.out.shape[1]:
-        arguments, programs = ragged_launch(call, device_of(call.q.device))
+        arguments, programs = ragged_launch(call, target_of(call.q.device))
         mqa_logits_kernel[(programs,)](**arguments)
 
 

@@ -16,7 +16,7 @@ from ...calls import AttentionCall
 from ...device import Device
 from ._aot import example_calls
 from ._attend import attend, row_factors, under_sinks
-from ._plan import BOUNDS, batch_of, device_of, memory_of, output_of, prefill_constants, query_of
+from ._plan import BOUNDS, batch_of, memory_of, output_of, prefill_constants, query_of, target_of
 from ._tiles import decodes, finish, first_visible, head_scale, load_query, sequence, store_lse, store_out
 
 SCAN = tl.constexpr(256)  # sequences looked at together
@@ -114,7 +114,7 @@ def prefill(call: AttentionCall) -> None:
     Nothing is allocated or read on the host.
     """
     if call.q.shape[0]:
-        grid, arguments = launch(call, device_of(call.q.device))
+        grid, arguments = launch(call, target_of(call.q.device))
         prefill_kernel[grid](**arguments)
 
 

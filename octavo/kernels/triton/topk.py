@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 
 from ...device import Device
 from ._choose import bin_of_kth, choose, choose_all, counted_until, search, sum_of
-from ._plan import device_of
+from ._plan import target_of
 from ._select import (
     bin_of,
     bits_set,
@@ -45,7 +45,7 @@ def topk_indices(logits: torch.Tensor, lens: torch.Tensor, out: torch.Tensor) ->
     """logits [R, N] fp32 or bf16, lens int32 [R] -> out int32 [R, k], as octavo.reference.topk defines it."""
     if not logits.shape[0]:
         return
-    for kernel, programs, arguments in launches(logits, lens, out, device_of(logits.device)):
+    for kernel, programs, arguments in launches(logits, lens, out, target_of(logits.device)):
         kernel[(programs,)](**arguments)
 
 
