@@ -18,7 +18,7 @@ endif
 PARALLEL = $(shell $(PY) -c 'import xdist' 2>/dev/null && printf '%s' '-n 2')
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
 
-.PHONY: help setup demo test test-all test-gpu test-lowest check format docs site
+.PHONY: help setup demo test test-all test-gpu test-lowest check format docs evidence site
 
 help:
 	@echo 'make demo        a real model through an FP8 paged cache: text, perplexity, bytes, an HTML report'
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-lowest the tests with the lowest versions that pyproject.toml allows, in a .venv-lowest of their own'
 	@echo 'make format      rewrite the files in the project style'
 	@echo 'make docs        rewrite what the docs show of the command line, and docs/rules.md'
+	@echo 'make evidence    rewrite docs/evidence.md and the figures of the docs from the records in benchmarks/results'
 	@echo 'make site        build the docs as a site, in build/site'
 
 setup:
@@ -67,6 +68,12 @@ format: setup
 
 docs: setup
 	$(PY) tools/refresh_docs.py
+
+evidence: setup
+	@mkdir -p build
+	$(PY) -m octavo report benchmarks/results/h200/*.jsonl benchmarks/results/h200/accuracy-*.json \
+		benchmarks/results/cpu/*.json --out build/report.html --document docs/evidence.md
+	$(PY) tools/figures.py
 
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -115,6 +115,25 @@ def test_the_command_writes_it_and_takes_old_figures_away(file, tmp_path, monkey
     assert code == 2 and "--document must lie in a folder" in err
 
 
+def test_the_document_of_the_docs_is_of_the_records_that_are_kept(monkeypatch, tmp_path):
+    """`make evidence` has been run since the last of them; figures are compared by name: their bytes are matplotlib's."""
+    root = Path(__file__).resolve().parent.parent
+    command = re.search(r"^evidence:.*?\n\t(\$\(PY\).*?)\n\t\$", (root / "Makefile").read_text(), re.S | re.M)
+    assert command
+    given = [word for word in command[1].replace("\\", "").split() if word.startswith("benchmarks/")]
+    records = [path for pattern in given for path in sorted(root.glob(pattern))]
+    monkeypatch.chdir(root)
+    files = [str(path.relative_to(root)) for path in records]
+    arguments = [*files, "--out", str(tmp_path / "r.html"), "--document", str(tmp_path / "evidence.md")]
+    code, out, err = report(*arguments)
+    assert code == 0, out + err
+    kept, made = ((folder / "evidence.md").read_text().splitlines() for folder in (root / "docs", tmp_path))
+    told = [number for number, lines in enumerate(zip(kept, made, strict=True)) if lines[0] != lines[1]]
+    assert [kept[n] for n in told if "octavo report" not in kept[n]] == []
+    figures = [{path.name for path in (folder / "figures").glob("evidence-*")} for folder in (root / "docs", tmp_path)]
+    assert figures[0] == figures[1]
+
+
 def test_a_folders_records_are_told_as_a_pattern(file, tmp_path):
     from octavo.cli.report import _as_typed
 
