@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from .reference.attention import gather
 from .spec import AttentionSpec, dtype_name, positive
 
 Scale = torch.Tensor | float | None
+T = TypeVar("T")
 
 
 class PagedCache:
@@ -69,19 +71,12 @@ class PagedCache:
         _check_layout(spec)
         positive("num_pages", num_pages)
         device = torch_device(device)
-        try:
-            return cls(spec, *_zeros(spec, num_pages, device), k_scale, v_scale)
-        except (MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
-                raise
-            error.__traceback__ = None  # its frames hold what was allocated by then
-            page = spec.bytes_per_token * spec.page_size
-            free = _free_bytes(device)
-            raise InvalidInput(
-                f"num_pages must fit in the memory of {device}, of which {free:,} bytes are free: "
-                f"{free // page:,} pages of {page:,} bytes",
-                f"{num_pages:,} pages, {num_pages * page:,} bytes",
-            ) from error
+        return in_memory(
+            lambda: cls(spec, *_zeros(spec, num_pages, device), k_scale, v_scale),
+            num_pages,
+            spec.bytes_per_token * spec.page_size,
+            device,
+        )
 
     @classmethod
     def view(
@@ -282,6 +277,25 @@ def _zeros(spec: AttentionSpec, num_pages: int, device: torch.device) -> tuple[t
     pool_shape = (num_pages, spec.num_kv_heads, k_head + spec.page_size * spec.value_dim)
     pool = torch.zeros(pool_shape, dtype=storage, device=device)
     return pool[..., :k_head].unflatten(-1, k_shape[2:]), pool[..., k_head:].unflatten(-1, v_shape[2:])
+
+
+def in_memory(make: Callable[[], T], num_pages: int, page: int, device: torch.device) -> T:
+    """What `make` allocates, pages of `page` bytes; InvalidInput where they do not fit, saying how many would.
+
+    Then nothing stays allocated.
+    """
+    try:
+        return make()
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        error.__traceback__ = None  # its frames hold what was allocated by then
+        free = _free_bytes(device)
+        raise InvalidInput(
+            f"num_pages must fit in the memory of {device}, of which {free:,} bytes are free: "
+            f"{free // page:,} pages of {page:,} bytes",
+            f"{num_pages:,} pages, {num_pages * page:,} bytes",
+        ) from error
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -9,12 +9,14 @@ a GPU, but for the reference's append, which selects the live rows first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, overload
 
 import torch
 
 from . import indexer_ops as ops
+from .cache import in_memory
 from .device import torch_device
 from .errors import InvalidInput
 from .formats import FORMATS, check_tensors, dequantise
@@ -54,12 +56,20 @@ class IndexerCache:
         scale_format: str = "fp32",
         device: Any = "cuda",
     ) -> IndexerCache:
-        """A zeroed cache of `num_pages` pages on `device`."""
+        """A zeroed cache of `num_pages` pages on `device`.
+
+        Raises InvalidInput for more pages than there is memory for, saying how many would fit.
+        """
         for name, value in (("num_pages", num_pages), ("head_dim", head_dim), ("page_size", page_size)):
             positive(name, value)
         device = torch_device(device)
-        shape = (num_pages, page_size, 1, head_dim + SCALE_BYTES)
-        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), scale_format)
+        page = (page_size, 1, head_dim + SCALE_BYTES)
+        return in_memory(
+            lambda: cls(torch.zeros((num_pages, *page), dtype=torch.uint8, device=device), scale_format),
+            num_pages,
+            math.prod(page),
+            device,
+        )
 
     @classmethod
     def view(cls, pages: torch.Tensor, scale_format: str = "fp32") -> IndexerCache:

@@ -116,7 +116,7 @@ def test_the_command_writes_it_and_takes_old_figures_away(file, tmp_path, monkey
 
 
 def test_the_document_of_the_docs_is_of_the_records_that_are_kept(monkeypatch, tmp_path):
-    """`make evidence` has been run since the last of them; figures are compared by name: their bytes are matplotlib's."""
+    """`make evidence` has been run since the last of them; figures are compared by name: bytes are matplotlib's."""
     root = Path(__file__).resolve().parent.parent
     command = re.search(r"^evidence:.*?\n\t(\$\(PY\).*?)\n\t\$", (root / "Makefile").read_text(), re.S | re.M)
     assert command

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo import AttentionSpec, Device, InvalidInput, PagedCache, Unsupported, choose, ops
+from octavo import AttentionSpec, Device, IndexerCache, InvalidInput, PagedCache, Unsupported, choose, ops
 from octavo.bench import report as pages
 from octavo.bench.records import RecordFile
 from octavo.cli.main import app
@@ -64,6 +64,12 @@ def test_a_cache_too_large_says_what_would_fit(changes):
     assert f"came {pages_asked:,} pages, {pages_asked * page:,} bytes" in message
     free = int(message.split("of which ")[1].split(" bytes")[0].replace(",", ""))
     assert 0 < free < 2**45 and f"{free // page:,} pages of {page:,} bytes" in message
+
+
+def test_an_indexers_cache_too_large_says_what_would_fit():
+    page = 64 * (128 + 4)
+    with pytest.raises(InvalidInput, match=rf"pages of {page:,} bytes; came {2**40:,} pages, {2**40 * page:,} bytes"):
+        IndexerCache.allocate(2**40, device="cpu")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

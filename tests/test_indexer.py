@@ -328,7 +328,7 @@ def test_arguments_are_refused_with_what_was_needed_and_what_came():
         (r"weights must be float32 \[2, 16\]; came float16", (q, cache, weights.half(), lens, table, 64)),
         (r"seq_lens must be int32 \[2\] or \[2, 1\]; came int64 \[2\]", (q, cache, weights, lens.long(), table, 64)),
         (r"page_table must be int32 \[2, max pages\]; came int32 \[1", (q, cache, weights, lens, table[:1], 64)),
-        ("max_context must be positive; came 0", (q, cache, weights, lens, table, 0)),
+        ("max_context must be a positive integer; came 0", (q, cache, weights, lens, table, 0)),
     ):
         with pytest.raises(octavo.InvalidInput, match=match):
             octavo.paged_mqa_logits(*arguments)

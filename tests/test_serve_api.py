@@ -165,9 +165,17 @@ BAD = {
     "a stop that is none": ("completions", completion(stop=[1]), 400, "stop"),
     "a bias of no token": ("completions", completion(logit_bias={"x": 1}), 400, "logit_bias"),
     "a bias of an unknown token": ("completions", completion(logit_bias={"9" * 5000: 1}), 400, "logit_bias"),
+    "a bias behind zeros": ("completions", completion(logit_bias={"0" * 19 + "9999": 1}), 400, "logit_bias"),
     "a bias too large": ("completions", completion(logit_bias={"1": 1000}), 400, "logit_bias"),
     "a seed too large": ("completions", completion(seed=2**70), 400, "seed"),
     "an unknown argument": ("completions", completion(beams=3), 400, "beams"),
+    "an endless argument": ("completions", completion(**{"x" * 10**5: 3}), 400, "x" * 125 + "..."),
+    "an endless variable": (
+        "chat/completions",
+        {"model": NAME, "messages": HELLO, "chat_template_kwargs": {"x" * 10**5: []}},
+        400,
+        "chat_template_kwargs",
+    ),
     "best_of": ("completions", completion(best_of=4), 400, "best_of"),
     "a suffix": ("completions", completion(suffix="end"), 400, "suffix"),
     "echo with logprobs": ("completions", completion(echo=True, logprobs=1), 400, "echo"),
@@ -212,7 +220,7 @@ def test_a_bad_request_gets_its_error_in_openais_shape(server, name):
     answer = post(server, path, body)
     error = answer.json()["error"]
     assert answer.status_code == status, error
-    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 1000
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 500
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert param is None or error["param"] == param
     assert time.monotonic() - begun < 20
@@ -233,6 +241,8 @@ def test_unknown_paths_and_methods_are_errors_of_the_same_shape(server):
     assert answer.status_code == 405 and "error" in answer.json()
     assert httpx.get(f"{server.url}/models/other").json()["error"]["code"] == "model_not_found"
     assert httpx.get(f"{server.url.removesuffix('/v1')}/docs").status_code == 404
+    slash = post(server, "chat/completions/", {})  # a redirect would lead off the host that a proxy has
+    assert slash.status_code == 404 and slash.json()["error"]["type"] == "not_found_error"
 
 
 def test_the_official_client_raises_its_own_errors(client):
@@ -323,6 +333,17 @@ def test_a_key_is_asked_for_and_compared():
         assert httpx.get(f"{server.url.removesuffix('/v1')}/health").status_code == 200
         right = {"Authorization": "Bearer s3cret-é".encode()}
         assert post(server, "completions", completion(), headers=right).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["s3cret-\udcff", "s3cret-à"])
+def test_a_key_is_its_bytes(key):
+    """One from the environment that is no UTF-8; one whose last byte alone would be a space."""
+    raw = key.encode(errors="surrogateescape")
+    with running(api_key=key) as server:
+        for given, status in ((raw, 200), (b"\xff\xfe", 401), (raw[:-1], 401), (b"s3cret", 401)):
+            assert (
+                httpx.get(f"{server.url}/models", headers={"Authorization": b"Bearer " + given}).status_code == status
+            )
 
 
 def test_a_name_may_have_a_slash():

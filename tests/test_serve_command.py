@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,6 +74,11 @@ def test_sglang_is_started_with_octavo_and_a_shell_reads_nothing(monkeypatch):
         (["./nowhere.gguf"], "no such file"),
         (["org/model", "--api-key-file", "nowhere"], "--api-key-file"),
         (["org/model", "--device", "tpu"], "--device"),
+        (["org/model", "--drain-seconds", "inf"], "--drain-seconds must be a finite number"),
+        (["org/model", "--drain-seconds", "nan"], "--drain-seconds"),
+        (["org/model", "--host", ".."], "--host must be an address"),
+        (["org/model", "--host", "x" * 300], "--host must be an address"),
+        (["org/model", "--host", "..", "--tp", "2"], "--host must be an address"),
     ],
 )
 def test_what_cannot_be_served_is_one_message_and_exit_code_2(arguments, words):
@@ -86,10 +92,11 @@ def test_a_missing_engine_is_named():
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded():
+    """By a server that is still loading: it has the port from its beginning."""
     taken = server.listen("127.0.0.1", 0)
-    taken.listen()
     code, output = octavo("org/model", "--port", str(taken.getsockname()[1]))
-    assert code == 2 and "cannot listen on 127.0.0.1" in output
+    assert code == 2 and "cannot listen on 127.0.0.1" in output and len(output.splitlines()) == 1
+    taken.close()
 
 
 def test_a_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -123,6 +130,16 @@ def test_a_folder_is_served_under_its_last_name_and_pickles_are_refused(folder, 
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(InvalidInput, match="pickled"):
+        load.load_model(str(tmp_path), CPU, 1, print)
+
+
+def test_a_tokenizer_that_panics_is_a_model_that_cannot_be_read(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InvalidInput, match="cannot read a causal language model"):
         load.load_model(str(tmp_path), CPU, 1, print)
 
 
@@ -231,6 +248,26 @@ def written(prompts: list[str], scales: torch.Tensor) -> list[str]:
     enable(loaded.model, "fp8", page_size=32, k_scale=scales, v_scale=scales)
     tokens = [generated(loaded.model, list(prompt.encode()), 24) for prompt in prompts]
     return [loaded.tokenizer.decode(found, skip_special_tokens=True) for found in tokens]
+
+
+@pytest.mark.slow
+def test_two_signals_and_a_template_without_end_leave_the_exit_code_as_it_is(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4)
+    with serving(str(tmp_path), "--served-name", "tiny") as (process, _, url), ThreadPoolExecutor() as pool:
+        body = {"model": "tiny", "prompt": "a", "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": True}
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+        stream = pool.submit(httpx.post, f"{url}/completions", json=body, timeout=60)
+        looping = pool.submit(httpx.post, f"{url}/chat/completions", json=chat, timeout=60)
+        while "octavo_running 0.0" in (told := httpx.get(url.removesuffix("v1") + "metrics").text):
+            time.sleep(0.01)
+        assert "octavo_running" in told
+        process.send_signal(signal.SIGINT)
+        assert looping.result().status_code == 503  # so the first one was taken, and the second is another
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert "shutting down" in stream.result().text and "[DONE]" in stream.result().text
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")

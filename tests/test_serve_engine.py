@@ -20,6 +20,7 @@ from octavo.serve.metrics import Metrics
 from octavo.serve.requests import Sampling
 from octavo.serve.runner import Batch, Runner, check_positions
 from octavo.serve.scheduler import Share
+from octavo.serve.text import TextStream
 from octavo.warmup import watched
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -121,6 +122,65 @@ def test_what_fails_with_one_request_leaves_the_others_as_they_are():
     assert bad.events[-1].error == INTERNAL and engine.failed is None and engine.pages.in_use == 0
 
 
+class Panic(BaseException):
+    """As tokenizers' PanicException: no Exception."""
+
+
+def test_what_is_no_exception_ends_its_request_and_not_the_engine(monkeypatch):
+    engine = make_engine(tiny("llama"), kv="auto")
+    bad, good = Heard([5, 6], greedy(3)), Heard([7, 8], greedy(3))
+    run, push = engine._run, TextStream.push
+
+    def failing(shares):
+        if any(share.sequence is bad.sequence for share in shares):
+            raise Panic
+        return run(shares)
+
+    def pushing(text, token):
+        if text is bad.sequence.text:
+            raise Panic
+        return push(text, token)
+
+    monkeypatch.setattr(engine, "_run", failing)
+    assert len(run_all(engine, [bad, good])[1]) == 3 and bad.events[-1].error == INTERNAL and engine.failed is None
+    engine = make_engine(tiny("llama"), kv="auto")
+    bad, good = Heard([5, 6], greedy(3)), Heard([7, 8], greedy(3))
+    monkeypatch.setattr(TextStream, "push", pushing)
+    assert len(run_all(engine, [bad, good])[1]) == 3 and bad.events[-1].error == INTERNAL and engine.failed is None
+
+
+def test_an_engine_that_something_else_ends_says_so(monkeypatch):
+    engine = make_engine(tiny("llama"), kv="auto")
+
+    def plan():
+        raise Panic
+
+    monkeypatch.setattr(engine.scheduler, "plan", plan)
+    one = Heard([5, 6], greedy(3))
+    run_all(engine, [one])
+    assert one.events[-1].error == engine.failed == "the engine stopped: Panic"
+
+
+def test_a_stop_string_that_only_the_end_shows_is_why_it_ended():
+    """The first byte of a character is U+FFFD once nothing follows it."""
+    loaded = tiny_loaded()
+    engine = make_engine(loaded.model, loaded.tokenizer, kv="auto")
+    made = [Heard([5, 6], greedy(1, logit_bias=((0xC3, 100.0),), stop=stop)) for stop in ((), ("\ufffd",))]
+    run_all(engine, made)
+    assert [(one.text, one.events[-1].finish) for one in made] == [("\ufffd", "length"), ("", "stop")]
+
+
+def test_draining_again_leaves_less_time_never_more():
+    engine = make_engine(tiny("llama"), kv="auto", max_batch=2)
+    heard = [Heard(prompt, greedy(180)) for prompt in some_prompts()]
+    engine.submit([one.sequence for one in heard])
+    for seconds in (60, 0, 60):
+        engine.drain(seconds)
+    engine.start()
+    assert all(one.ended.wait(20) and one.events[-1].error == SHUTDOWN for one in heard)
+    engine.close()
+
+
 def test_logits_that_are_not_numbers_end_their_request_alone():
     model = tiny("llama")
     prompt, other = prompts(1, 10)[0].tolist(), [77, 77]
@@ -176,6 +236,16 @@ def test_the_queue_has_an_end():
     engine.submit([Heard([1], greedy(1)).sequence])
     with pytest.raises(Refused, match="waiting"):
         engine.submit([Heard([1], greedy(1)).sequence] * 2)
+
+
+def test_the_queue_counts_sequences_not_requests():
+    engine = make_engine(tiny("llama"), kv="auto", max_waiting=5)
+    engine.submit([Heard([1], greedy(1)).sequence for _ in range(4)])
+    assert engine.waiting == 4
+    with pytest.raises(Refused, match="waiting"):
+        engine.submit([Heard([1], greedy(1)).sequence for _ in range(2)])
+    last = Heard([1], greedy(1))
+    assert run_all(engine, [last]) and engine.waiting == 0
 
 
 def test_submitting_from_many_threads_loses_nobody():

@@ -153,6 +153,13 @@ def test_logprobs_are_the_models_own():
     assert [value for _, value in choice.top] == pytest.approx(expected[:2])
 
 
+def test_the_logprob_of_an_impossible_token_is_a_number():
+    """JSON has no infinity."""
+    logits = torch.tensor([[2.0, float("-inf"), float("-inf")]])
+    choice = choose_tokens(logits, [one(greedy(1, logprobs=2))])[0]
+    assert choice is not None and [value for _, value in choice.top] == [0.0, -9999.0]
+
+
 def test_logits_that_are_not_numbers_choose_nothing_in_that_row_only():
     logits = torch.tensor([[1.0, float("nan"), 0.0], [1.0, 2.0, 0.0], [float("-inf")] * 3])
     found = choose_tokens(logits, [one(greedy(1)), one(greedy(1)), one(Sampling(1, seed=1))])

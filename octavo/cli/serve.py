@@ -5,6 +5,7 @@ Progress goes to stderr; stdout gets the plan and the address.
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -65,15 +66,16 @@ def serve(
         handover.start(*arguments)
     if context.args:
         raise InvalidInput(f"unknown arguments with --engine transformers: {' '.join(context.args)}")
+    if not math.isfinite(drain_seconds):
+        raise InvalidInput("--drain-seconds must be a finite number", drain_seconds)
     from ..quality.load import require
 
     require(("transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client", "jinja2"), EXTRAS)
-    from ..serve import ranks
+    from ..serve import ranks, server
 
     if tp > 1 and not ranks.launched():
+        server.listen(host, port).close()  # what is wrong is one line here; from a rank it is torchrun's report
         ranks.launch(tp, sys.argv[sys.argv.index("serve") + 1 :])
-    from ..serve import server
-
     options = server.ServeOptions(
         model=model,
         device=target_device(device),

@@ -135,6 +135,8 @@ def read_model(where: str, name: str, local: bool, **placed: Any) -> tuple[Any, 
         model = transformers.AutoModelForCausalLM.from_pretrained(
             where, dtype="auto", use_safetensors=True, **placed, **common
         )
-    except Exception as error:  # to the user, each is a model that cannot be read
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # each is a model that cannot be read; a tokenizer's panic is no Exception
         raise InvalidInput(f"cannot read a causal language model from {name}: {first_line(error)}") from error
     return model.eval(), tokenizer

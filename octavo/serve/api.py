@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,17 +13,20 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from ..notices import log
 from .engine import Engine, News, hand_out
-from .errors import ApiError, overloaded
+from .errors import INTERNAL, LEAVING, SHUTDOWN, ApiError, overloaded
 from .prompts import Prompts
 from .replies import Reply
 from .requests import Sampling
 from .schemas import ChatRequest, CompletionRequest, Shared
-from .streams import Choices, ClientGone, EventStream
+from .streams import Choices, ClientGone, EventStream, unless
 from .text import TokenNames
 
 Body = TypeVar("Body", bound=Shared)
+T = TypeVar("T")
 
 DRAINED = 4  # times body_bytes that are read and dropped so that a client hears 413 instead of a broken pipe
 MANY = 1000
@@ -55,16 +58,22 @@ def build(engine: Engine, prompts: Prompts, options: WebOptions) -> FastAPI:
         def post(news: News) -> None:
             loop.call_soon_threadsafe(hand_out, news)
 
-        engine.post = post
+        def shut() -> None:
+            loop.call_soon_threadsafe(server.shut.set)
+
+        engine.post, engine.shut = post, shut
         yield
         await asyncio.to_thread(engine.close)
         prompts.close()
 
-    # No pages that a browser would fetch scripts for.
-    app = FastAPI(title="octavo", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(CountRequests, metrics=engine.metrics)
-    _add_error_handlers(app)
     server = _Server(engine, prompts, options)
+    # No pages that a browser would fetch scripts for, and no path that is another with a slash.
+    paths = {"docs_url": None, "redoc_url": None, "openapi_url": None, "redirect_slashes": False}
+    app = FastAPI(title="octavo", lifespan=lifespan, **paths)
+    app.state.prompts = prompts
+    app.add_middleware(AnswerFailures)
+    app.add_middleware(CountRequests, metrics=engine.metrics)  # around the other
+    _add_error_handlers(app)
     key = [Depends(server.check_key)]
     app.get("/health")(server.health)
     app.get("/metrics")(server.metrics)
@@ -76,9 +85,10 @@ def build(engine: Engine, prompts: Prompts, options: WebOptions) -> FastAPI:
 
 
 class _Server:
-    """The routes."""
+    """The routes. shut: set when the engine takes no more requests."""
 
     def __init__(self, engine: Engine, prompts: Prompts, options: WebOptions) -> None:
+        self.shut = asyncio.Event()
         self._engine, self._prompts, self._options = engine, prompts, options
         self._names = TokenNames(engine.tokenizer)
 
@@ -87,9 +97,10 @@ class _Server:
         wanted = self._options.api_key
         if wanted is None:
             return
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        sent = given.strip().encode("latin-1")  # as the bytes came
-        if kind.lower() != "bearer" or not hmac.compare_digest(sent, wanted.encode()):
+        sent = request.headers.get("authorization", "").encode("latin-1")  # as the bytes came
+        kind, _, given = sent.partition(b" ")
+        # A key from the environment may be no UTF-8.
+        if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), wanted.encode(errors="surrogateescape")):
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def health(self) -> Response:
@@ -116,7 +127,7 @@ class _Server:
         body = await self._read(request, ChatRequest)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-        prompt = await self._prompts.of_chat(body)
+        prompt = await self._while_open(self._prompts.of_chat(body))
         shown = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._prompts.sampling(body, prompt, None, shown)
         return await self._answer(request, body, [(prompt, sampling)], [""])
@@ -128,7 +139,7 @@ class _Server:
             raise ApiError(400, "best_of must be n: replies are not ranked", "best_of")
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo does not go with logprobs: a prompt's are not computed", "echo")
-        ids = await self._prompts.of_completion(body)
+        ids = await self._while_open(self._prompts.of_completion(body))
         prompts = [(prompt, self._prompts.sampling(body, prompt, 16, body.logprobs)) for prompt in ids]
         echoes = [self._text(prompt) for prompt in ids] if body.echo else [""] * len(ids)
         return await self._answer(request, body, prompts, echoes)
@@ -149,17 +160,22 @@ class _Server:
             return EventStream(reply.chunks(choices), choices.cancel)
         try:
             return JSONResponse(reply.whole(await choices.all(request.receive)))
-        except ClientGone:
-            return Response(status_code=CLOSED)
         finally:
             choices.cancel()
+
+    async def _while_open(self, work: Awaitable[T]) -> T:
+        """What `work` returns; 503 where the engine takes no more requests before: the answer would be no anyway."""
+        return await unless(self.shut.wait(), lambda: overloaded(self._engine.failed or SHUTDOWN), work)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """The body, within its bounds, as `kind`."""
         if not self._engine.accepting:
-            raise overloaded("the server is shutting down")
+            raise overloaded(self._engine.failed or SHUTDOWN)
+        arriving = asyncio.wait_for(read_body(request, self._options.body_bytes), self._options.body_seconds)
         try:
-            raw = await asyncio.wait_for(read_body(request, self._options.body_bytes), self._options.body_seconds)
+            raw = await self._while_open(arriving)
+        except ClientDisconnect:
+            raise ClientGone from None
         except asyncio.TimeoutError:
             raise ApiError(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         try:
@@ -230,9 +246,35 @@ def _add_error_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         return answer(ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=headers))
 
-    @app.exception_handler(Exception)
-    async def unknown(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, "internal error"))  # the log has the rest
+    @app.exception_handler(ClientGone)
+    async def gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLOSED)
+
+
+class AnswerFailures:
+    """Answers 500 to what nothing else handles, a tokenizer's panic included; the log has what it was. ASGI."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Any]) -> None:
+        """Pass on, and answer where that raised before it answered."""
+        begun = False
+
+        async def noted(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except (asyncio.CancelledError, *LEAVING):
+            raise
+        except BaseException as error:
+            if begun or scope["type"] != "http":
+                raise RuntimeError("a request failed in the middle of its answer") from error
+            log.exception("a request failed")
+            await JSONResponse(ApiError(500, INTERNAL).body(), 500)(scope, receive, send)
 
 
 class CountRequests:

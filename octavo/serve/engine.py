@@ -6,6 +6,7 @@ sequence ends that one: its neighbours' step is run again without it.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ..notices import log
+from .errors import INTERNAL, LEAVING, SHUTDOWN
 from .metrics import Metrics
 from .pages import PrefixPages
 from .ranks import LeadingRunner
@@ -27,8 +29,6 @@ from .text import TextStream
 
 News = list[tuple[Sequence, Event]]
 
-INTERNAL = "the server failed on this request"
-SHUTDOWN = "the server is shutting down"
 NOT_NUMBERS = "the model's logits are not finite numbers"
 
 
@@ -66,6 +66,7 @@ class Engine:
 
     Attributes:
         post: called on the engine's thread with the news of a step; hands each Event to its sequence's `deliver`.
+        shut: called, on any thread and maybe more than once, when no more requests are taken.
         failed: why the engine stopped by itself; None while it has not.
     """
 
@@ -82,9 +83,11 @@ class Engine:
         self.pages = PrefixPages(runner.handle.pool, runner.page_size, options.prefix_cache)
         self.scheduler = Scheduler(self.pages, options.max_batch, options.step_tokens)
         self.post: Callable[[News], None] = hand_out
+        self.shut: Callable[[], None] = lambda: None
         self.failed: str | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._door = threading.Lock()
+        self._incoming = 0  # sequences in the inbox
         self._open = True
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._loop, name="octavo-engine", daemon=True)
@@ -102,7 +105,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Sequences that queue, the ones just submitted included."""
-        return len(self.scheduler.waiting) + self._inbox.qsize()
+        return len(self.scheduler.waiting) + self._incoming
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue them, all or none. Raises Refused when shutting down or the queue is full; callable from any thread."""
@@ -111,6 +114,7 @@ class Engine:
                 raise Refused(self.failed or SHUTDOWN)
             if self.waiting + len(sequences) > self.options.max_waiting:
                 raise Refused(f"{self.options.max_waiting} requests are waiting already; try again later")
+            self._incoming += len(sequences)
             self._inbox.put(lambda: self._add(sequences))
 
     def cancel(self, sequences: list[Sequence]) -> None:
@@ -118,11 +122,16 @@ class Engine:
         self._inbox.put(lambda: self._cancel(sequences))
 
     def drain(self, seconds: float) -> None:
-        """Take no more requests; finish what there is within `seconds`, end the rest with an error. Does not wait."""
+        """Take no more requests; finish what there is within `seconds`, end the rest with an error. Does not wait.
+
+        Called again it may leave less time, never more.
+        """
+        deadline = time.monotonic() + seconds
         with self._door:
             self._open = False
-        self._deadline = time.monotonic() + seconds
+            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
         self._inbox.put(None)
+        self._say_shut()
 
     def close(self) -> None:
         """End what is left with an error, and the thread."""
@@ -140,12 +149,13 @@ class Engine:
                     break
                 if self.scheduler.busy:
                     self._step()
-        except Exception as error:  # a broken device: every later step would fail alike
+        except BaseException as error:  # a broken device: every later step would fail alike
             log.exception("the engine stopped")
             self.failed = f"the engine stopped: {type(error).__name__}"
         finally:
             with self._door:
                 self._open = False
+            self._say_shut()
             while not self._inbox.empty():
                 self._take_in()
             left = [*self.scheduler.running, *self.scheduler.waiting]
@@ -163,10 +173,12 @@ class Engine:
                 asked()
 
     def _add(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if not sequence.done:  # cancelled before it came in
-                sequence.text = TextStream(self.tokenizer, sequence.prompt, sequence.sampling.stop)
-                self.scheduler.add(sequence)
+        with self._door:  # so that `submit` counts each once
+            self._incoming -= len(sequences)
+            for sequence in sequences:
+                if not sequence.done:  # cancelled before it came in
+                    sequence.text = TextStream(self.tokenizer, sequence.prompt, sequence.sampling.stop)
+                    self.scheduler.add(sequence)
 
     def _cancel(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -182,7 +194,9 @@ class Engine:
         started = time.perf_counter()
         try:
             chosen, failed = self._run(shares), []
-        except Exception:
+        except LEAVING:
+            raise
+        except BaseException:
             if not self.runner.alone:
                 raise
             log.exception("a step of %d sequences failed; each is run alone", len(shares))
@@ -212,7 +226,9 @@ class Engine:
         for share in shares:
             try:
                 chosen += self._run([share])
-            except Exception:
+            except LEAVING:
+                raise
+            except BaseException:
                 log.exception("a request failed")
                 failed.append(share.sequence)
         return chosen, failed
@@ -233,9 +249,12 @@ class Engine:
             if text.stopped:
                 return self._finish(sequence, new, shown, "stop")
             if sequence.new_tokens >= sampling.max_tokens:
-                return self._finish(sequence, new + text.finish(), shown, "length")
+                new += text.finish()  # the first bytes of a character are shown now, and may end a stop string
+                return self._finish(sequence, new, shown, "stop" if text.stopped else "length")
             return sequence.event(new, shown)
-        except Exception:
+        except LEAVING:
+            raise
+        except BaseException:
             log.exception("a request failed")
             return self._end(sequence, INTERNAL)
 
@@ -250,6 +269,10 @@ class Engine:
         self.scheduler.remove(sequence)
         self.metrics.ended(sequence, "error")
         return sequence.failure(error)
+
+    def _say_shut(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop that listened is closed
+            self.shut()
 
     def _tell(self, news: News) -> None:
         if not news:

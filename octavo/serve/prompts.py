@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ApiError
+from .aside import Aside, TookTooLong
+from .errors import ApiError, overloaded
 from .requests import Sampling
 from .schemas import MAX_CHOICES, ChatRequest, CompletionRequest, Shared
 
 THREADS = 2  # a long prompt takes a second to split; a short one need not wait for it
+TEMPLATE_SECONDS = 10.0  # that a chat template may take: it only joins strings, but it is a program
+SPLIT_SECONDS = 120.0  # that a prompt's text may take to become tokens: a second or so for a million characters
+MAX_DIGITS = 19  # of a token id in logit_bias
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,29 @@ class Prompts:
         self.facts = facts
         self._tokenizer = tokenizer
         self._most_characters = facts.max_context * max(len(piece) for piece in tokenizer.get_vocab())
-        self._copies = threading.local()  # a fast tokenizer is not made for several threads at once
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="octavo-tokens")
+        # Each thread has its own: a fast tokenizer is not made for several at once.
+        self._aside = Aside(THREADS, lambda: copy.deepcopy(tokenizer))
 
     def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads; does not wait for them."""
+        self._aside.close()
+
+    def join(self, seconds: float) -> bool:
+        """Whether the threads have ended, after at most so long."""
+        return self._aside.join(seconds)
 
     async def of_chat(self, body: ChatRequest) -> list[int]:
         """The conversation through the model's chat template."""
         messages = [message.plain() for message in body.messages]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
-        return await self._aside(lambda tokenizer: _templated(tokenizer, messages, body.chat_template_kwargs or {}))
+        extra = _checked_extra(self._tokenizer, body.chat_template_kwargs or {})
+        try:
+            text = await self._aside.run(lambda own: _templated(own, messages, extra), TEMPLATE_SECONDS)
+        except TookTooLong:
+            words = f"the model's chat template did not end within {TEMPLATE_SECONDS:g} seconds on this conversation"
+            raise ApiError(400, words, "messages") from None
+        self._check_length(len(text), "messages")
+        return (await self._split([text], add_special_tokens=False))[0]  # the template writes them
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """One list of ids for each prompt."""
@@ -69,7 +80,7 @@ class Prompts:
             raise ApiError(400, f"prompts times n must be at most {MAX_CHOICES}", "prompt")
         if isinstance(prompts[0], str):
             self._check_length(max(len(text) for text in prompts), "prompt")
-            return await self._aside(lambda tokenizer: [tokenizer(text)["input_ids"] for text in prompts])
+            return await self._split(prompts)
         for ids in prompts:
             if any(not 0 <= token < self.facts.vocabulary for token in ids):
                 raise ApiError(400, f"token ids must be in [0, {self.facts.vocabulary})", "prompt")
@@ -122,33 +133,41 @@ class Prompts:
     def _bias(self, body: Shared) -> tuple[tuple[int, float], ...]:
         pairs = []
         for token, bias in (body.logit_bias or {}).items():
-            if not token.isascii() or not token.isdigit() or int(token[:19]) >= self.facts.vocabulary:
+            known = len(token) <= MAX_DIGITS and token.isascii() and token.isdigit()
+            if not known or int(token) >= self.facts.vocabulary:
                 raise ApiError(400, f"logit_bias must name token ids in [0, {self.facts.vocabulary})", "logit_bias")
             pairs.append((int(token), bias))
         return tuple(dict(pairs).items())
 
-    async def _aside(self, work: Callable[[Any], Any]) -> Any:
-        """work(tokenizer) on a thread, with a tokenizer of that thread's own."""
+    async def _split(self, texts: list[str], **options: Any) -> list[list[int]]:
+        """The token ids of each text."""
 
-        def run() -> Any:
-            if not hasattr(self._copies, "tokenizer"):
-                self._copies.tokenizer = copy.deepcopy(self._tokenizer)
-            return work(self._copies.tokenizer)
+        def split(own: Any) -> list[list[int]]:
+            return [own(text, **options)["input_ids"] for text in texts]
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        try:
+            return await self._aside.run(split, SPLIT_SECONDS)
+        except TookTooLong:
+            raise overloaded(f"the prompt was not split into tokens within {SPLIT_SECONDS:g} seconds") from None
 
 
-def _templated(tokenizer: Any, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[int]:
+def _checked_extra(tokenizer: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the model's template, never another template or its options."""
+    known = inspect.signature(tokenizer.apply_chat_template).parameters
+    for name, value in extra.items():
+        if name in known or not isinstance(value, (str, int, float, bool)):
+            raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
+    return extra
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]], extra: dict[str, Any]) -> str:
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None):
         raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
-    known = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name, value in extra.items():  # variables of the model's template, never another template or its options
-        if name in known or not isinstance(value, (str, int, float, bool)):
-            raise ApiError(400, f"chat_template_kwargs must not hold {name}", "chat_template_kwargs")
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **extra)
-    except (TemplateError, TypeError, KeyError) as error:  # a template refuses roles or their order by raising
-        raise ApiError(400, f"the model's chat template refuses this conversation: {error}", "messages") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **extra)
+    except Exception as error:  # a template refuses roles or their order by raising, or fails at what it did not expect
+        told = isinstance(error, (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError))
+        why = (told and str(error)) or type(error).__name__  # an error of the system may name a path
+        raise ApiError(400, f"the model's chat template refuses this conversation: {why}", "messages") from error

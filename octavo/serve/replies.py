@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .errors import ApiError
+from ..notices import log
+from .errors import INTERNAL, LEAVING, ApiError
 from .requests import Event, TokenChoice
 from .streams import Choices
 from .text import TokenNames
@@ -29,15 +31,14 @@ class Reply:
         kind, prefix = ("chat.completion", "chatcmpl") if chat else ("text_completion", "cmpl")
         self.chat, self.names, self.prefixes, self.usage_chunk = chat, names, prefixes, usage_chunk
         self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-        self._offsets = [len(text) for text in prefixes]  # of the next token in each choice's text
+        self._told = [len(text) for text in prefixes]  # characters of each choice so far
 
     def whole(self, news: list[list[Event]]) -> dict[str, Any]:
         """The answer when all has been generated."""
         choices = []
         for index, events in enumerate(news):
             text = self.prefixes[index] + "".join(event.text for event in events)
-            tokens = [token for event in events for token in event.tokens]
-            choices.append(self._choice(index, text, tokens, events[-1].finish, delta=False))
+            choices.append(self._choice(index, text, events, events[-1].finish, delta=False))
         return {**self.head, "choices": choices, "usage": usage([events[-1] for events in news], self.n)}
 
     async def chunks(self, choices: Choices) -> AsyncIterator[str]:
@@ -54,13 +55,18 @@ class Reply:
                         yield self._line([self._choice(index, self.prefixes[index], [], None, delta=True, first=True)])
                 last[index] = event
                 if event.text or event.tokens:
-                    yield self._line([self._choice(index, event.text, list(event.tokens), None, delta=True)])
+                    yield self._line([self._choice(index, event.text, [event], None, delta=True)])
                 if event.finish:
                     yield self._line([self._choice(index, "", [], event.finish, delta=True)])
             if self.usage_chunk:
                 yield self._line([], usage([last[index] for index in sorted(last)], self.n))
         except ApiError as error:
             yield json.dumps(error.body())
+        except (asyncio.CancelledError, GeneratorExit, *LEAVING):
+            raise
+        except BaseException:
+            log.exception("a stream failed")
+            yield json.dumps(ApiError(500, INTERNAL).body())
         yield "[DONE]"
 
     def _line(self, choices: list[dict[str, Any]], counts: dict[str, Any] | None = None) -> str:
@@ -68,14 +74,16 @@ class Reply:
         return json.dumps({**self.head, "choices": choices, **shown})
 
     def _choice(
-        self, index: int, text: str, tokens: list[TokenChoice], finish: str | None, *, delta: bool, first: bool = False
+        self, index: int, text: str, events: list[Event], finish: str | None, *, delta: bool, first: bool = False
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
+        tokens = [token for event in events for token in event.tokens]
         if self.names is not None and (tokens or not delta):
-            choice["logprobs"] = (
-                chat_logprobs(self.names, tokens) if self.chat else self._text_logprobs(self.names, index, tokens)
-            )
+            choice["logprobs"] = chat_logprobs(self.names, tokens) if self.chat else text_logprobs(self.names, tokens)
         if not self.chat:
+            offsets = self._offsets(index, events)
+            if choice["logprobs"] is not None:
+                choice["logprobs"]["text_offset"] = offsets
             return {**choice, "text": text}
         if not delta:
             return {**choice, "message": {"role": "assistant", "content": text, "refusal": None}}
@@ -83,18 +91,13 @@ class Reply:
             return {**choice, "delta": {"role": "assistant", "content": ""}}
         return {**choice, "delta": {"content": text} if text or not finish else {}}
 
-    def _text_logprobs(self, names: TokenNames, index: int, tokens: list[TokenChoice]) -> dict[str, Any]:
-        texts = [names.text(choice.token) for choice in tokens]
+    def _offsets(self, index: int, events: list[Event]) -> list[int]:
+        """Where each token's text begins: where the text ends that is certain before it, so never beyond the reply."""
         offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [choice.logprob for choice in tokens],
-            "top_logprobs": [{names.text(token): value for token, value in choice.top} for choice in tokens],
-            "text_offset": offsets,
-        }
+        for event in events:
+            offsets += [self._told[index]] * len(event.tokens)
+            self._told[index] += len(event.text)
+        return offsets
 
 
 def chat_logprobs(names: TokenNames, tokens: list[TokenChoice]) -> dict[str, Any]:
@@ -109,6 +112,15 @@ def chat_logprobs(names: TokenNames, tokens: list[TokenChoice]) -> dict[str, Any
             for choice in tokens
         ],
         "refusal": None,
+    }
+
+
+def text_logprobs(names: TokenNames, tokens: list[TokenChoice]) -> dict[str, Any]:
+    """As text completions have them, without text_offset."""
+    return {
+        "tokens": [names.text(choice.token) for choice in tokens],
+        "token_logprobs": [choice.logprob for choice in tokens],
+        "top_logprobs": [{names.text(token): value for token, value in choice.top} for choice in tokens],
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from .requests import Sequence, TokenChoice
 
 GREEDY = 1e-5  # temperatures below this
+IMPOSSIBLE = -9999.0  # the log probability that is told of a token with none: JSON has no infinity
 
 
 @torch.inference_mode()
@@ -42,7 +43,7 @@ def _with_logprobs(
     if not asked:
         return choices
     counts = [sequences[row].sampling.logprobs or 0 for row in asked]
-    logprobs = logits[asked].log_softmax(-1)
+    logprobs = logits[asked].log_softmax(-1).clamp_min(IMPOSSIBLE)
     own = logprobs.gather(1, tokens[asked][:, None])[:, 0].tolist()
     values, ids = logprobs.topk(min(max(counts), logits.shape[1]))
     ranked = [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from .runner import Runner
 
 KEY_VARIABLE = "OCTAVO_API_KEY"
 KEEP_ALIVE = 30  # seconds that an idle connection stays
+BACKLOG = 2048  # connections that the system holds until they are taken
 LAST_WORDS = 3  # seconds to send them in, after the engine is done
 BODY_BYTES = 4 << 20
 BODY_BYTES_PER_TOKEN = 32  # of the context: long contexts have long bodies
@@ -139,16 +142,26 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE,
-            # A client that does not read its last words would be waited for otherwise.
-            timeout_graceful_shutdown=math.ceil(drain_seconds) + LAST_WORDS,
+            timeout_graceful_shutdown=math.ceil(drain_seconds) + LAST_WORDS + 1,  # after _hang_up: never, that is
         )
         super().__init__(config)
         self._engine, self._drain_seconds, self._ready = engine, drain_seconds, ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal ends the server in order; a second one leaves the replies no more time.
+
+        uvicorn's own would leave the engine behind at the second, and raise the signal again at the end.
+        """
+        if self.should_exit and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._drain, 0.0)  # not from here: the engine's door may be held
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn, then say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self.started:
+        if self.started and not self.should_exit:
             self._ready()
 
     async def on_tick(self, counter: int) -> bool:
@@ -157,17 +170,39 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Streams end with their last token or with an error; then connections close."""
-        self._engine.drain(self._drain_seconds)
+        self._drain(self._drain_seconds)
         await super().shutdown(sockets)
+
+    def _drain(self, seconds: float) -> None:
+        self._engine.drain(seconds)
+        asyncio.get_running_loop().call_later(seconds + LAST_WORDS, self._hang_up)
+
+    def _hang_up(self) -> None:
+        """Close what is still open: a client that does not read its last words would be waited for otherwise."""
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; InvalidInput where the address is taken or not this machine's."""
+    """A socket that listens; InvalidInput where the address is taken or not this machine's.
+
+    Bound alone it would share its port with another server that has not begun to listen. Who connects before the
+    server runs waits for it.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.listen(BACKLOG)
+        except OSError:
+            bound.close()
+            raise
+    except UnicodeError as error:  # of a name with an empty or a long part
+        raise InvalidInput("--host must be an address or a host's name", repr(host)) from error
     except OSError as error:
         raise InvalidInput(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return bound
@@ -188,21 +223,35 @@ def serve(options: ServeOptions, say: Callable[[str], None], show: Callable[[str
     if leads:
         say("Planning")
     runner, bounds = prepare(options, loaded)
-    # uvicorn has its own handlers while it runs and raises the signal again afterwards: by then all is done. The other
-    # ranks stop when rank 0 says so.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     if not leads:
+        _handle_signals(signal.SIG_IGN)  # this rank stops when rank 0 says so
         ranks.follow(runner, group)
         return 0
     leading = runner if group is None else ranks.LeadingRunner(runner, group)
     app, engine = application(options, loaded, leading, bounds)
     assert bound is not None
-    show(_announcement(options, loaded, runner, bounds))
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"http://{host}:{bound.getsockname()[1]}/v1"
-    Server(app, engine, options.drain_seconds, lambda: show(address)).run(sockets=[bound])
-    return 1 if engine.failed else 0
+    web = Server(app, engine, options.drain_seconds, lambda: show(address))
+    _handle_signals(web.handle_exit)  # from here to the process's end: one between uvicorn's own would be lost
+    show(_announcement(options, loaded, runner, bounds))
+    web.run(sockets=[bound])
+    code = 1 if engine.failed else 0
+    if not app.state.prompts.join(LAST_WORDS):
+        _leave(code)
+    return code
+
+
+def _handle_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _leave(code: int) -> None:
+    """End the process where a thread is stuck inside a library: Python's own end would unwind it there, and abort."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _announcement(options: ServeOptions, loaded: LoadedModel, runner: Runner, bounds: EngineOptions) -> str:

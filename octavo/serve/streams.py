@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
 from .engine import Engine, Refused
 from .errors import ApiError, overloaded
 from .requests import Event, Sampling, Sequence
+
+T = TypeVar("T")
 
 
 class Choices:
@@ -57,7 +59,7 @@ class Choices:
             async for index, event in self.events():
                 found[index].append(event)
 
-        await _unless_gone(collect(), receive)
+        await unless(_hung_up(receive), ClientGone, collect())
         return found
 
     def cancel(self) -> None:
@@ -74,14 +76,14 @@ class ClientGone(Exception):
     """The client has hung up: there is nobody to answer."""
 
 
-async def _unless_gone(work: Any, receive: Callable[[], Awaitable[Any]]) -> None:
-    """Await `work`, but no longer than the client stays."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
+async def unless(end: Awaitable[Any], error: Callable[[], Exception], work: Awaitable[T]) -> T:
+    """What `work` returns; where `end` comes before, `work` is cancelled and `error()` raised."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone
-        await working
+            raise error()
+        return await working
     finally:
         for task in (working, watching):
             task.cancel()
@@ -109,7 +111,7 @@ class EventStream(Response):
         """Send them as ASGI has it."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await _unless_gone(self._send(send), receive)
+            await unless(_hung_up(receive), ClientGone, self._send(send))
         except (ClientGone, OSError):
             pass
         finally:

@@ -85,7 +85,7 @@ def test_paged_logits_in_other_devices_tiles(device, monkeypatch):
     from octavo.device import Device
 
     named = replace(Device.named(device), num_sms=2)
-    monkeypatch.setattr(mqa_logits, "device_of", lambda device: named)
+    monkeypatch.setattr(mqa_logits, "target_of", lambda device: named)
     for case in (PAGED[0], PAGED[1], PAGED[3], replace(PAGED[0], heads=32, n=8, scale_format="ue8m0")):
         assert compare_paged(case, mqa_logits.paged_mqa_logits, "cpu", loss=0.0) == []
 
