@@ -350,13 +350,26 @@ def test_a_server_that_is_ready_compiles_nothing():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_cuda_graphs_choose_the_same_tokens(family):
-    found = []
-    for captured in (False, True):
-        engine = make_engine(tiny(family).to("cuda"), kv="auto", max_batch=7)
-        if captured:
-            engine.runner.handle.reserve(8, 64, 256)
-            engine.runner.graphs = capture_decodes(engine.runner, 7, 8)
-            assert engine.runner.graphs is not None
-        found.append(run_all(engine, [Heard(prompt, greedy(24)) for prompt in some_prompts()]))
-    assert found[0] == found[1]
+def test_cuda_graphs_have_the_logits_of_launched_steps(family):
+    """Within what other sizes of products round: a step's padding may not be seen in them."""
+    runner = (engine := make_engine(tiny(family, head_dim=64).to("cuda", torch.bfloat16), max_batch=7)).runner
+    runner.handle.reserve(8, 64, 256)
+    graphs = capture_decodes(runner, 7, 8)
+    assert graphs is not None
+    off = []
+
+    class Both:
+        fits = staticmethod(graphs.fits)
+
+        @staticmethod
+        def run(batch):
+            runner.graphs = None
+            launched = runner.run(batch).float()
+            runner.graphs = Both
+            replayed = graphs.run(batch)  # appends the same once more
+            off.append(float((replayed.float() - launched).norm() / launched.norm()))
+            return replayed
+
+    runner.graphs = Both
+    assert all(len(found) == 24 for found in run_all(engine, [Heard(prompt, greedy(24)) for prompt in some_prompts()]))
+    assert len(off) >= 23 and max(off) < 0.03, off
