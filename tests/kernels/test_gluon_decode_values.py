@@ -56,12 +56,17 @@ CASES = {
     "a window over several tiles": (spec_of(window=300, max_query_len=2, lse=True), [700, 421, 64], [2, 1, 2], 1),
     "batch invariant": (spec_of(batch_invariant=True), [2100, 1, 100], [1] * 3, 1),
 }  # fmt: skip
-# Scores of up to 10^8 in powers of two: spec, sequences, query and keys.
+# Scores of up to 10^8 in powers of two: spec, sequences, query and keys, and what else an example has.
 FAR = {
     "far": (spec_of(8, 2, lse=True, sinks=True), [(130, 1), (300, 1)], ("token magnitudes", 3), ("normal", 2)),
     "far, of 64": (spec_of(8, dim=64, lse=True), [(130, 1), (1, 1)], ("outlier channel", 3), ("token magnitudes", 0)),
     "far, of a draft": (spec_of(max_query_len=4, window=50), [(130, 4), (300, 2)], ("normal", 3), ("one token", 2)),
-}
+    "far, between 2^27 and 2^28": (
+        spec_of(8, 2, lse=True), [(65, 1)], ("offset", 3), ("one token", 3), {"k_scale": 40.0, "seed": 1}
+    ),
+}  # fmt: skip
+# Keys that are alike, of scores of 2^27 to 2^28 and of less, with multiprocessors: a tile each, and merged.
+ALIKE = {"alike, from 2^27 on": (27.0, 1), "alike, in parts": (27.0, 3), "alike, about 2^26": (11.0, 3)}
 PLANS = {
     "whole items": (64 * [1024], 64 * [1], 6),
     "nothing to do": ([0, 5, 1], [0, 9, 0], 6),
@@ -154,10 +159,27 @@ def found(name: str) -> dict[str, object]:
 
 def faults(name: str) -> list[str]:
     """What is out of its bounds."""
-    spec, sequences, q, k = FAR[name]
-    example = fuzz.Example(spec, tuple(sequences), told="decodes", q=fuzz.Values(*q), k=fuzz.Values(*k))
-    batch = example.batch("cpu", 16)
+    spec, sequences, q, k, *more = FAR[name]
+    values = {"q": fuzz.Values(*q), "k": fuzz.Values(*k)}
+    batch = fuzz.Example(spec, tuple(sequences), told="decodes", **values, **dict(*more)).batch("cpu", 16)
     return bounds.faults(batch, attend(batch, 1), ("gluon", "gluon"), H200, len(sequences))
+
+
+def alike(name: str) -> dict[str, object]:
+    """What a case gives in which every row is the mean of values, however large its scores are."""
+    k_scale, sms = ALIKE[name]
+    spec, q, k = spec_of(8, 2, lse=True, sinks=True), fuzz.Values("offset", 2), fuzz.Values("offset", 5)
+    example = fuzz.Example(spec, ((384, 1),), told="decodes", q=q, k=k, k_scale=k_scale)  # parts of equal weight
+    batch = example.batch("cpu", 16)
+    out, scores = attend(batch, sms), exact(batch)[1] * math.log2(math.e)
+    found = errors(batch, out)
+    return {
+        "rel": found.rel,
+        "rel_bf16": found.rel_bf16,
+        "scores": [float(scores.min()), float(scores.max())],
+        "units": len(set((scores // 16 % 2).flatten().tolist())),
+        "faults": bounds.faults(batch, out, ("gluon", "gluon"), H200, 1),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +205,16 @@ def test_scores_of_millions(results, name):
     assert results[name] == []
 
 
+@pytest.mark.parametrize("name", ALIKE)
+def test_scores_at_which_the_bits_of_p_are_less_than_a_unit(results, name):
+    """A largest score less 8 was rounded to 16 less, where that is even: P left e4m3, and a row was 1/137."""
+    case = results[name]
+    assert case["units"] == 2  # odd ones and even
+    low = 2**26 if "2^26" in name else 2**27
+    assert low < case["scores"][0] <= case["scores"][1] < 2 * low
+    assert case["rel"] <= 1.1 * case["rel_bf16"] and case["faults"] == []
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_as_compiled(results, name):
     got, wanted = results[name]
@@ -190,6 +222,6 @@ def test_the_plan_as_compiled(results, name):
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or [*CASES, *FAR, *PLANS]:
-        of = found if case in CASES else faults if case in FAR else schedules
+    for case in sys.argv[1:] or [*CASES, *FAR, *ALIKE, *PLANS]:
+        of = found if case in CASES else faults if case in FAR else alike if case in ALIKE else schedules
         print(json.dumps([case, of(case)]), flush=True)

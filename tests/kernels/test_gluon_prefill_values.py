@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from octavo import hopper_tuning
+from octavo.cache import PagedCache
 from octavo.device import Device
 from octavo.formats import TORCH_DTYPES
 from octavo.spec import AttentionSpec
 from octavo.testing import bounds, fuzz
 from octavo.testing.compare import errors, exact
-from octavo.testing.inputs import Batch, make_batch
+from octavo.testing.inputs import Batch, make_batch, slots_of
 from octavo.testing.poison import poison
 
 from .compiled import printed
@@ -61,6 +62,22 @@ FAR = {
     "in exact": (EXACT, (65, 9), fuzz.Values("normal", 3), PEAKED),
 }
 
+# A stretch of keys so far below the others that it weighs nothing: spec, sequence, the stretch, and whether it is far
+# above them for the first head, so that its tile is computed again. Each row sees some of the last block.
+HIGH = {"precision": "exact", "lse": True}
+BESIDE = {
+    f"{kind}, {place}{', beside a head that is lost' if lost else ''}": (spec, (450, 30), stretch, lost)
+    for kind, spec, lost, places in (
+        ("fast", spec_of(lse=True), True, ("last three", "middle")),
+        ("fast 256", spec_of(dim=256, lse=True), True, ("last three",)),
+        ("exact", spec_of(softmax_scale=1.0, **HIGH), True, ("last three", "middle")),
+        ("exact", spec_of(softmax_scale=32.0, **HIGH), False, ("middle",)),
+    )
+    for place, stretch in (("last three", (128, 450)), ("middle", (128, 256)))
+    if place in places
+}
+BESIDE["exact, a whole piece"] = (spec_of(softmax_scale=32.0, sinks=True, **HIGH), (2400, 20), (0, 1280), False)
+
 
 def attend(batch: Batch, programs: int) -> torch.Tensor:
     """prefill of `batch` over poisoned memory, on a device of so many multiprocessors; its lse is kept."""
@@ -89,6 +106,42 @@ def attend(batch: Batch, programs: int) -> torch.Tensor:
     batch.repeated = bool(memory[3])
     assert not schedule.lost[: len(entries) * prefill_plan.constants(spec).heads].any()  # all that was noted is done
     return out
+
+
+def stretched(name: str) -> Batch:
+    """A batch of BESIDE: the stretch's keys alone have a first channel, of three blocks each half of the next one's."""
+    spec, (tokens, rows), (begin, end), lost = BESIDE[name]
+    batch = make_batch(spec, [tokens], [rows], device="cpu")
+    q, k, size = 3 * batch.q.float(), batch.k.float(), 400.0
+    if spec.precision == "exact":  # which holds such a query beside so large an element
+        q, k, size = (batch.q.float() * 8).round().clamp(-16, 16) / 8, k * (0.25 / spec.scale), 2.0**14
+    q[..., 0], k[..., 0] = -size, 0.0
+    if lost:
+        q[:, 0, 0] = size
+    token = torch.arange(begin, end)
+    k[begin:end, :, 0] = 448 / 2.0 ** ((end - 1) // 128 - token // 128 if "three" in name else token * 0)[:, None]
+    cache = PagedCache.allocate(spec, batch.cache.num_pages, "cpu", 1.0, 1.0)
+    cache.append(k.bfloat16(), batch.v, slots_of(batch.page_table, spec.page_size, [tokens]))
+    return replace(batch, q=q.bfloat16(), cache=cache)
+
+
+def beside(name: str) -> dict[str, object]:
+    """What a case gives: a head that is lost against its limits, the others against those without the stretch too."""
+    spec, _, (begin, end), lost = BESIDE[name]
+    batch = stretched(name)
+    out = attend(batch, 3 if "piece" in name else 1)
+    found = bounds.faults(batch, out, ("gluon", "gluon"), H200)
+    pages = batch.page_table.clone()
+    pages[:, begin // spec.page_size : -(-end // spec.page_size)] = -1
+    without = replace(batch, page_table=pages)
+    without.lse, lse = batch.lse, exact(without)[1]
+    if lost:
+        out[:, 0], without.lse[:, 0] = exact(without)[0][:, 0], lse[:, 0]
+    return {
+        "faults": found + bounds.faults(without, out, ("gluon", "gluon"), H200),
+        "lse_off": float((without.lse - lse).abs().max()),
+        "repeated": batch.repeated,
+    }
 
 
 def found(name: str) -> dict[str, object]:
@@ -151,6 +204,14 @@ def test_scores_of_thousands(results, name):
     assert results[name]["repeated"] == (name != "in exact")
 
 
+@pytest.mark.parametrize("name", BESIDE)
+def test_keys_far_below_the_others(results, name):
+    """They gave NaN in exact, and flattened the scores of rows whose tile was computed again."""
+    case = results[name]
+    assert case["faults"] == [] and case["lse_off"] < (0.25 if "fast" in name else 0.01)
+    assert case["repeated"] == ("lost" in name or "piece" in name)
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or [*CASES, *FAR]:
-        print(json.dumps([case, found(case)]), flush=True)
+    for case in sys.argv[1:] or [*CASES, *FAR, *BESIDE]:
+        print(json.dumps([case, beside(case) if case in BESIDE else found(case)]), flush=True)

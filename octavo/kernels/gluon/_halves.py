@@ -205,63 +205,34 @@ def scale_pairs(x, factor, offset):
     )
 
 
-# Of row j, where it is beyond `most`, and not infinite: the factor that brings it to `less`, and the reference times
-# what the factor was multiplied by, unless nothing was seen yet.
-_TEMPER = """
-setp.gt.f32 far, size{j}, {most};
-setp.lt.and.f32 far, size{j}, 0f7F000000, far;
-rcp.approx.ftz.f32 t, size{j};
-mul.f32 t, t, {less};
-mul.f32 t, t, {factor};
-{half}
-selp.f32 {out}, t, {out}, far;
-setp.gt.and.f32 far, {reference}, {nothing}, far;
-rcp.approx.ftz.f32 size{j}, {factor};
-mul.f32 t, t, size{j};
-mul.f32 t, t, {reference};
-{half_up}
-selp.f32 {old}, t, {old}, far;
-"""
-_HALF, _HALF_UP = (f"cvt.{way}.f16.f32 h, t; cvt.f32.f16 t, h;" for way in ("rn", "rp"))
-
-
-@gluon.constexpr_function
-def temper_asm(exact):
-    """Of two rows: a smaller factor and the reference that goes with it, where top times factor is too large."""
-    # fp32's bits of 2^22, 2^21 and -1e29; of 8000, 7900 and -32768
-    most, less, nothing = (
-        ("0f4A800000", "0f4A000000", "0fEFA18F08") if exact else ("0f45FA0000", "0f45F6E000", "0fC7000000")
-    )
-    half, half_up = ("", "") if exact else (_HALF, _HALF_UP)
-    text = "{ .reg .pred far, any; .reg .b16 h; .reg .f32 t, size<2>;\n"
-    for j in range(2):
-        text += f"mul.f32 t, ${4 + j}, ${6 + j};\nabs.f32 size{j}, t;\n"
-        text += f"mov.f32 ${j}, ${6 + j};\nmov.f32 ${2 + j}, ${8 + j};\n"
-    text += f"max.f32 t, size0, size1;\nsetp.gt.f32 any, t, {most};\nvote.sync.any.pred any, any, 0xffffffff;\n"
-    text += "@!any bra SAME;\n"
-    template = _TEMPER
-    for j in range(2):
-        text += template.format(
-            j=j, out=f"${j}", old=f"${2 + j}", factor=f"${6 + j}", reference=f"${8 + j}",
-            most=most, less=less, nothing=nothing, half=half, half_up=half_up,
-        )  # fmt: skip
-    return text + "SAME:\n}"
-
-
 @gluon.jit
-def tempered(top, factor, reference, EXACT: gl.constexpr):
-    """Factor and reference of rows, fp32 [M], by a new maximum `top` of their scores.
+def tempered(top, now, whole, reference, EXACT: gl.constexpr):
+    """What scores are multiplied by, and the reference, fp32 [M], of rows of which `top` is a new maximum.
 
-    Where top times factor exceeds 8000, both become smaller, so that it is no more than that. fp16 holds such a
-    reference to within 4, a larger one to within 8 and more, by which every P would be too small. What is lost nobody
-    knows: fp16 scores as large are off by 2^-9 of themselves and of the maximum, which is 16 at the border and grows
-    as fast as what is made of it shrinks. Exact scores are fp32, and off by the 14 digits of tensor cores: 2^22 is the
-    border, up to which a score less its maximum is off by less than 1.
+    now, whole: what they are multiplied by so far, and what by rights. Where the reference is to move to a maximum
+    beyond 8000, the factor becomes smaller, so that it is 7900. fp16 holds such a reference to within 4, a larger one
+    to within 8 and more, by which every P would be too small. What is lost nobody knows: fp16 scores as large are off
+    by 2^-9 of themselves and of the maximum, which is 16 at the border and grows as fast as what is made of it shrinks.
+    Exact scores are fp32, and off by the 14 digits of tensor cores: 2^22 is the border, up to which a score less its
+    maximum is off by less than 1.
+
+    A maximum below the reference changes nothing, however far it is: its scores weigh nothing. Where a row has seen
+    nothing but such scores, one that is nearer gives the factor back, and what was added up before weighs nothing.
     """
-    return gl.inline_asm_elementwise(
-        temper_asm(EXACT), "=&f,=&f,=&f,=&f,f,f,f,f,f,f", [top, factor, reference],
-        dtype=(gl.float32, gl.float32), is_pure=True, pack=2,
-    )  # fmt: skip
+    MOST: gl.constexpr = 4194304.0 if EXACT else 8000.0
+    LESS: gl.constexpr = 2097152.0 if EXACT else 7900.0
+    NOTHING: gl.constexpr = -6291456.0 if EXACT else -32768.0  # a reference below it is no score's
+    seen = gl.where(reference < NOTHING, -float("inf"), reference)
+    score = top * now  # not above `seen` where all is masked
+    size = gl.abs(score)
+    fit = gl.minimum(LESS / gl.abs(top), whole)
+    if not EXACT:
+        fit = round_half(fit, False)
+    fit = gl.where((score > seen) & ((size > MOST) | (size < 0.5 * LESS)), fit, now)
+    seen = seen * (fit / now)
+    if not EXACT:
+        seen = round_half(seen, True)
+    return fit, gl.where(fit != now, seen, reference)
 
 
 # 2^x by the special-function unit, its halves put together by hand: for ex2.approx.f16x2 ptxas does that for each use.

@@ -148,12 +148,12 @@ def repeat_item(item, count, number, landed, q_desc, k_desc, v_desc, batch, sche
         s = start_scores(number, q_terms, k_tiles, c)
         s = scores_of(warpgroup_mma_wait(0, deps=[s]), c)
         free(empty, number, c)
-        tile = (batch, ints, count)
-        for i in range(high - low):
-            last = i == high - low - 1
-            landed = send_block(k_desc, v_desc, pages_of, gl.maximum(high - 2 - i, low), last, number + 1, landed, bars,
-                                k_pages, v_pages, c, WARPS)  # fmt: skip
-            block = high - 1 - i
+        tile = (batch, ints, count, factors)
+        end = number + high - low
+        while number < end:
+            block = end - 1 - number + low
+            landed = send_block(k_desc, v_desc, pages_of, gl.maximum(block - 1, low), number == end - 1, number + 1,
+                                landed, bars, k_pages, v_pages, c, WARPS)  # fmt: skip
             s, o, reference, weight, of_rows = one_block(
                 block, number, q_terms, s, o, reference, weight, of_rows, limit, tile, k_tiles, v_tiles, bars, True, c
             )

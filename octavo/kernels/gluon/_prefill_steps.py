@@ -22,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import _halves as half
 from . import _pipeline as pipe
 from ._prefill_tiles import LENGTH, MISSING, ROWS, SEQUENCE, get
-from ._results import LOG2E, NOTHING
+from ._results import LOG2E
 
 P_BITS, SLACK = gl.constexpr(6.0), gl.constexpr(2.5)  # P is in [0, 2^8.5], and e4m3 ends at 448 = 2^8.8
 EXACT_BITS, EXACT_SLACK = gl.constexpr(8.0), gl.constexpr(16.0)  # P is in [0, 2^8]
+LEAST = gl.constexpr(-8388608.0)  # of a maximum, in exact: fp32 holds scores of -2^23 to within 1/2, lower ones worse
 LOWEST = gl.constexpr(-60000.0)  # a reference that no score is below, in fp16
 MOST_FACTOR = gl.constexpr(65504.0)  # of a score, in fp16
 MOST_SCORE = gl.constexpr(57344.0)  # of a row: fp16 ends at 65504, and a rounded query may be 1/16 more
@@ -165,8 +166,9 @@ def scores_of(s, c: gl.constexpr):
 @gluon.jit
 def positions(column, tile, c: gl.constexpr):
     """Positions of tokens, far beyond any length on pages that are not in the pool."""
-    batch, ints, count = tile
-    if get(ints, count, MISSING) > 0:
+    batch, ints, count = tile[0], tile[1], tile[2]
+    LOOK: gl.constexpr = c.careful and not c.exact  # MISSING is set; in exact a branch takes fewer registers
+    if LOOK or get(ints, count, MISSING) > 0:
         table = batch.page_table + get(ints, count, SEQUENCE).to(gl.int64) * batch.table_row
         page = gl.load(table + column // c.page, mask=column < get(ints, count, LENGTH), other=-1)
         column = gl.where((page >= 0) & (page < batch.num_pages), column, 2**30)
@@ -217,7 +219,7 @@ def capped(s, factor, c: gl.constexpr):
 
 
 @gluon.jit
-def exponents_fast(s, reference, factor, c: gl.constexpr):
+def exponents_fast(s, reference, factor, tile, c: gl.constexpr):
     """Exponents of P in pairs, s factor - reference; the reference before and now, and the factor.
 
     The reference is what P's maximum was less P_BITS, in fp16. It moves only where P would exceed 2^(P_BITS + SLACK),
@@ -225,7 +227,7 @@ def exponents_fast(s, reference, factor, c: gl.constexpr):
     """
     top = as_rows(half.row_max(s), c)
     if c.careful:
-        factor, reference = half.tempered(top, factor, reference, False)
+        factor, reference = half.tempered(top, factor, row_factors(tile[3], c), reference, False)
     of_scores = softmax_factor(factor, c)
     new = half.round_half(top * of_scores - P_BITS, True)
     new = gl.where(new > reference + SLACK, new, reference)
@@ -244,7 +246,7 @@ def lost_rows(reference, factor, limit, begin, end, c: gl.constexpr):
     """
     first = gl.maximum(begin, limit - c.window) if c.window > 0 else begin
     if c.exact:
-        return gl.where(reference > NOTHING, gl.abs(reference) > 4194304.0, gl.minimum(limit, end) > first)
+        return gl.where(reference > LEAST, gl.abs(reference) > 4194304.0, gl.minimum(limit, end) > first)
     else:
         far = gl.where(reference > LOWEST, gl.abs(reference) > 8192.0, gl.minimum(limit, end) > first)
         return far | (factor >= MOST_FACTOR)
@@ -261,18 +263,19 @@ def softmax_fast(x, old, new, weight, c: gl.constexpr):
 
 
 @gluon.jit
-def exponents_exact(s, reference, factor, c: gl.constexpr):
+def exponents_exact(s, reference, factor, tile, c: gl.constexpr):
     """Exponents of P, s factor less the block's own maximum plus EXACT_BITS; that maximum, the reference of sums before
     and now, and the factor.
 
     The reference is an earlier maximum, which none exceeds by more than EXACT_SLACK bits. Of capped scores the factor
-    is 1.
+    is 1. A maximum below LEAST is LEAST: a score less it would be off by so much that P left fp16, and what is as low
+    weighs nothing, or its row is lost.
     """
     top = as_rows(gl.max(s, axis=1), c)
     if c.careful:
-        factor, reference = half.tempered(top, factor, reference, True)
+        factor, reference = half.tempered(top, factor, row_factors(tile[3], c), reference, True)
     of_scores = softmax_factor(factor, c)
-    own = gl.maximum(top * of_scores, NOTHING)
+    own = gl.maximum(top * of_scores, LEAST)
     new = gl.where(own > reference + EXACT_SLACK, own, reference)
     L: gl.constexpr = s.type.layout
     return s * as_column(of_scores, L) - as_column(own - EXACT_BITS, L), own, reference, new, factor
@@ -362,7 +365,7 @@ def step_fast(block, step, q_terms, s, o, reference, weight, factor, limit, tile
         s = capped(s, factor, c)
     if MASK:
         s = masked(s, block, limit, tile, c)
-    x, old, new, factor = exponents_fast(s, reference, factor, c)
+    x, old, new, factor = exponents_fast(s, reference, factor, tile, c)
     p, keep, weight = softmax_fast(x, old, new, weight, c)
     p8 = half.to_operand(p, gl.DotOperandLayout(0, OUT, 4))
     wait_full(v_full, step, c)
@@ -384,7 +387,7 @@ def blocks_fast(step, q_terms, s, o, reference, weight, factor, k_tiles, v_tiles
     for u in gl.static_range(UNROLL):
         if c.softcap is not None:
             s = capped(s, factor, c)
-        x, old, new, factor = exponents_fast(s, reference, factor, c)
+        x, old, new, factor = exponents_fast(s, reference, factor, None, c)
         wait_full(k_full, step + u + 1, c)  # here: the registers of these scores are free for the next
         following = start_scores(step + u + 1, q_terms, k_tiles, c)
         p, keep, weight = softmax_fast(x, old, new, weight, c)
@@ -418,7 +421,7 @@ def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, til
         s = capped(s, factor, c)
     if MASK:
         s = masked(s, block, limit, tile, c)
-    x, own, before, new, factor = exponents_exact(s, reference, factor, c)
+    x, own, before, new, factor = exponents_exact(s, reference, factor, tile, c)
     wait_full(k_full, step + 1, c)  # here: the registers of these scores are free for the next
     following = start_scores(step + 1, q_terms, k_tiles, c)
     p, keep, add, weight = softmax_exact(x, own, before, new, weight, c)
@@ -446,7 +449,7 @@ def step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, til
 @gluon.jit
 def one_block(block, step, q_terms, s, o, reference, weight, factor, limit, tile, k_tiles, v_tiles, bars,
               MASK: gl.constexpr, c: gl.constexpr):  # fmt: skip
-    """One block, of either precision."""
+    """One block, of either precision. tile: batch and record, and where c.careful the memory of factors."""
     if c.exact:
         return step_exact(block, step, q_terms, s, o, reference, weight, factor, limit, tile,
                           k_tiles, v_tiles, bars, MASK, c)  # fmt: skip

@@ -186,6 +186,16 @@ def clear_dead(v_tiles, stage, first, position, work, c: gl.constexpr):
 
 
 @gluon.jit
+def less_bits(peak):
+    """What P is relative to: a largest score less P_BITS; from 2^27 on, where fp32 would make 16 of these 8, itself.
+
+    P is 1 at most then, in sums as in products. Against a tile on the other side of 2^27 that is 8 too few, which is
+    what rounding moves such a score by.
+    """
+    return gl.where(gl.abs(peak) < 2.0**27, peak - P_BITS, peak)
+
+
+@gluon.jit
 def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, more,
             k_tiles, v_tiles, q_smem, p_smem, exchange, full, empty, c: gl.constexpr):  # fmt: skip
     """Attend over the tiles of units [start, end), item by item, and write results or parts of them."""
@@ -241,7 +251,7 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
                 seen = seen & (gl.expand_dims(position, 1) >= limit - c.window)
             y = gl.where(seen, y, -float("inf"))  # a select: the score of a stale row of K may be NaN
             tile_peak = gl.maximum(pipe.column_max(y, exchange), NOTHING)
-            p = gl.exp2(y - gl.expand_dims(tile_peak - P_BITS, 0))
+            p = gl.exp2(y - gl.expand_dims(less_bits(tile_peak), 0))
             p_sum = pipe.fold_rows(p)
             pipe.store_leaf_pairs(p, p_smem, c.page)
             if c.window > 0:
@@ -280,7 +290,7 @@ def consume(batch, schedule, query, pools, output, parts_memory, start, end, b, 
         else:  # or what was loaded for this one would keep its registers until here
             q = gl.zeros_like(q)
         denominator = gl.convert_layout(gl.sum(weight, axis=0), OUT_COLUMNS, assert_trivial=True)
-        lse = gl.convert_layout(peak, OUT_COLUMNS, assert_trivial=True) - P_BITS + gl.log2(denominator)
+        lse = less_bits(gl.convert_layout(peak, OUT_COLUMNS, assert_trivial=True)) + gl.log2(denominator)
         out = out * gl.expand_dims(1.0 / gl.maximum(denominator, 1e-30), 0)
         if n > 0:
             if n == units:
