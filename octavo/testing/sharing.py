@@ -4,8 +4,7 @@
 
 The driver gives each process the GPU in turn and stops kernels in the middle of it. That changes nothing as long as
 they keep the rules of PTX; nor does it matter how slow the others make one. Results are compared bit for bit, after
-40 runs back to back, as layers follow each other: with other kernels between them, prefill's fault of 2026-11-30
-(docs/trust.md) is not met. Values are other tests' business.
+40 runs back to back, as layers follow each other. Values are other tests' business.
 """
 
 from __future__ import annotations
