@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What ends a process. Anything else may be the failure of one thing alone: a tokenizer's panic is no Exception.
+LEAVING = (KeyboardInterrupt, SystemExit)
+
 
 class OctavoError(Exception):
     """Base of every error that octavo raises on purpose."""

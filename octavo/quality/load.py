@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInput, first_line
+from ..errors import LEAVING, InvalidInput, first_line
 from ..notices import log
 from . import smollm2
 
@@ -135,7 +135,7 @@ def read_model(where: str, name: str, local: bool, **placed: Any) -> tuple[Any, 
         model = transformers.AutoModelForCausalLM.from_pretrained(
             where, dtype="auto", use_safetensors=True, **placed, **common
         )
-    except (KeyboardInterrupt, SystemExit):
+    except LEAVING:
         raise
     except BaseException as error:  # each is a model that cannot be read; a tokenizer's panic is no Exception
         raise InvalidInput(f"cannot read a causal language model from {name}: {first_line(error)}") from error

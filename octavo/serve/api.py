@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ..errors import LEAVING
 from ..notices import log
 from .engine import Engine, News, hand_out
-from .errors import INTERNAL, LEAVING, SHUTDOWN, ApiError, overloaded
+from .errors import INTERNAL, ApiError, overloaded
 from .prompts import Prompts
 from .replies import Reply
 from .requests import Sampling
@@ -165,12 +166,12 @@ class _Server:
 
     async def _while_open(self, work: Awaitable[T]) -> T:
         """What `work` returns; 503 where the engine takes no more requests before: the answer would be no anyway."""
-        return await unless(self.shut.wait(), lambda: overloaded(self._engine.failed or SHUTDOWN), work)
+        return await unless(self.shut.wait(), lambda: overloaded(self._engine.why_shut), work)
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         """The body, within its bounds, as `kind`."""
         if not self._engine.accepting:
-            raise overloaded(self._engine.failed or SHUTDOWN)
+            raise overloaded(self._engine.why_shut)
         arriving = asyncio.wait_for(read_body(request, self._options.body_bytes), self._options.body_seconds)
         try:
             raw = await self._while_open(arriving)

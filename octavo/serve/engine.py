@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from ..errors import LEAVING
 from ..notices import log
-from .errors import INTERNAL, LEAVING, SHUTDOWN
+from .errors import INTERNAL, SHUTDOWN
 from .metrics import Metrics
 from .pages import PrefixPages
 from .ranks import LeadingRunner
@@ -103,6 +104,11 @@ class Engine:
         return self._open
 
     @property
+    def why_shut(self) -> str:
+        """Why no more requests are taken, where they are not."""
+        return self.failed or SHUTDOWN
+
+    @property
     def waiting(self) -> int:
         """Sequences that queue, the ones just submitted included."""
         return len(self.scheduler.waiting) + self._incoming
@@ -111,7 +117,7 @@ class Engine:
         """Queue them, all or none. Raises Refused when shutting down or the queue is full; callable from any thread."""
         with self._door:
             if not self._open:
-                raise Refused(self.failed or SHUTDOWN)
+                raise Refused(self.why_shut)
             if self.waiting + len(sequences) > self.options.max_waiting:
                 raise Refused(f"{self.options.max_waiting} requests are waiting already; try again later")
             self._incoming += len(sequences)
@@ -159,7 +165,7 @@ class Engine:
             while not self._inbox.empty():
                 self._take_in()
             left = [*self.scheduler.running, *self.scheduler.waiting]
-            self._tell([(sequence, self._end(sequence, self.failed or SHUTDOWN)) for sequence in left])
+            self._tell([(sequence, self._end(sequence, self.why_shut)) for sequence in left])
             if self.failed is None:
                 self.runner.stop()
 

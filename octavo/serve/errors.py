@@ -7,8 +7,6 @@ from typing import Any
 INTERNAL = "the server failed on this request"
 SHUTDOWN = "the server is shutting down"
 MOST_MESSAGE, MOST_PARAM = 500, 128  # characters: a text may repeat what a client sent
-# What ends a process. Anything else is the failure of one request: a tokenizer's panic is no Exception.
-LEAVING = (KeyboardInterrupt, SystemExit)
 
 
 class ApiError(Exception):

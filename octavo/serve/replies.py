@@ -9,8 +9,9 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ..errors import LEAVING
 from ..notices import log
-from .errors import INTERNAL, LEAVING, ApiError
+from .errors import INTERNAL, ApiError
 from .requests import Event, TokenChoice
 from .streams import Choices
 from .text import TokenNames

@@ -13,12 +13,13 @@ import torch
 
 from .. import hopper_tuning, tuning
 from ..device import Device
+from ..formats import FORMATS, cast, decode
 from ..spec import AttentionSpec
 
 FP32 = 2.0**-24  # half a unit in the last place of 1; u of a format of n significant bits is 2^-n
 BF16, FP16, E4M3 = 2.0**-8, 2.0**-11, 2.0**-4
 FP16_FLOOR, E4M3_FLOOR = 2.0**-25, 2.0**-10  # half the distance of the smallest numbers
-E4M3_NORMAL, E4M3_MAX = 2.0**-6, 448.0
+E4M3_NORMAL, E4M3_MAX = 2.0**-6, FORMATS["fp8_e4m3"].max
 E4M3_MOST = E4M3 / (1 + E4M3)  # what is half way above a power of two is off by the most, of itself
 STEPS = 2 * FP32  # what one fp32 operation of the hardware's errs, approximations of 2^x and 1 / x included
 # An FP8 tensor core aligns DEPTH products and the sum so far to the largest of them, and keeps 14 bits of each: what is
@@ -186,7 +187,7 @@ def _terms(x: torch.Tensor, scale: torch.Tensor, form: str) -> tuple[torch.Tenso
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
     """x rounded to e4m3, saturating, in fp64."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).float().to(torch.float8_e4m3fn).double()
+    return decode(cast(x, FORMATS["fp8_e4m3"]), FORMATS["fp8_e4m3"], torch.float64)
 
 
 def _power_below(x: torch.Tensor) -> torch.Tensor:
